@@ -1,0 +1,281 @@
+//! What the daemon offers to its users: one trait, served over D-Bus by [`dbus`].
+//!
+//! [`Control`] is the seam between the enforcement core and every way to talk to it. All types here
+//! are plain data, serialise to the documented JSON of `gpuquotactl --json`, and carry bytes and
+//! microseconds, never formatted text.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use tokio::sync::broadcast;
+
+/// The operations behind the D-Bus interface `org.gpuquota.Enforcer1.Manager`.
+///
+/// Calls are short and never wait for a tenant or for NVML.
+pub trait Control: Send + Sync + 'static {
+    /// Version of the daemon.
+    fn version(&self) -> String;
+    /// The enforcement backends, in order of preference, with their state on this host.
+    fn backends(&self) -> Vec<Backend>;
+    /// Counts the policies that were put into force; starts at 1.
+    fn policy_generation(&self) -> u64;
+    /// The GPUs of the host, by index.
+    fn gpus(&self) -> Vec<Gpu>;
+    /// All tenants, by name.
+    fn tenants(&self) -> Vec<Tenant>;
+    /// One tenant.
+    fn tenant(&self, name: &str) -> Result<Tenant, ControlError>;
+    /// The innermost tenant that governs a process.
+    fn tenant_by_pid(&self, pid: u32) -> Result<Tenant, ControlError>;
+    /// Changes properties of one tenant; all of them or none.
+    ///
+    /// Returns the file that keeps the change.
+    fn set_quota(&self, change: &QuotaChange) -> Result<PathBuf, ControlError>;
+    /// Drops what [`set_quota`](Self::set_quota) changed for a tenant (all properties if none is named).
+    fn reset_quota(&self, tenant: &str, properties: &[String]) -> Result<(), ControlError>;
+    /// Reads the policy files again; a policy that does not load changes nothing.
+    fn reload(&self) -> Result<PolicyLoaded, ControlError>;
+    /// What the host offers and what is in use.
+    fn doctor(&self) -> Vec<Finding>;
+    /// The whole state for debugging, as JSON.
+    fn dump_state(&self) -> serde_json::Value;
+    /// What happens from now on. A receiver that does not keep up loses the oldest notices.
+    fn subscribe(&self) -> broadcast::Receiver<Notice>;
+}
+
+/// A backend and why it is or is not used.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Backend {
+    /// `override`, `rewrite`, `notify`, `lsm`, `signal`.
+    pub name: String,
+    /// What it does on this host.
+    pub state: BackendState,
+    /// The reason for the state, as a sentence.
+    pub reason: String,
+}
+
+/// State of a backend or of a hook.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum BackendState {
+    /// In use.
+    Active,
+    /// The host offers it; it is not in use.
+    Available,
+    /// The host does not offer it.
+    Unavailable,
+}
+
+/// A GPU of the host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gpu {
+    /// Index in NVML's order.
+    pub index: u32,
+    /// `GPU-…`.
+    pub uuid: String,
+    /// Product name.
+    pub name: String,
+    /// Bytes of memory on the card.
+    pub memory_total: u64,
+    /// Bytes in use on the card, by NVML; absent while NVML does not answer.
+    pub memory_used: Option<u64>,
+}
+
+/// A tenant with its limits and usage.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Tenant {
+    /// Name in the policy.
+    pub name: String,
+    /// The cgroup path or glob of the policy.
+    pub cgroup: String,
+    /// Class, if one is named.
+    pub class: Option<String>,
+    /// The tenant around this one, if nested.
+    pub parent: Option<String>,
+    /// The cgroups governed now; empty while none exists.
+    pub cgroups: Vec<String>,
+    /// Limits and usage per GPU, by GPU index.
+    pub gpus: Vec<TenantGpu>,
+}
+
+/// Limits and usage of a tenant on one GPU.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TenantGpu {
+    /// Index of the GPU.
+    pub gpu: u32,
+    /// UUID of the GPU.
+    pub uuid: String,
+    /// Hard limit in bytes; absent: none.
+    pub memory_max: Option<u64>,
+    /// Soft limit in bytes; absent: none.
+    pub memory_high: Option<u64>,
+    /// Bytes charged now, nested tenants included.
+    pub memory_used: u64,
+    /// Highest value of `memory_used` since the tenant exists.
+    pub memory_peak: u64,
+    /// Allocations refused since the tenant exists.
+    pub denials: u64,
+    /// Allocations that went above `memory_max` because nothing could refuse them.
+    pub breaches: u64,
+    /// Processes with memory on this GPU: charged bytes by process.
+    pub processes: Vec<ProcessUse>,
+}
+
+/// Memory of one process on one GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessUse {
+    /// Process id in the daemon's namespace.
+    pub pid: u32,
+    /// Name of the program; bytes that are no UTF-8 are replaced.
+    pub comm: String,
+    /// Bytes charged.
+    pub memory_used: u64,
+}
+
+/// A change of properties.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QuotaChange {
+    /// Which tenant.
+    pub tenant: String,
+    /// One GPU by index or UUID; absent: every GPU.
+    pub gpu: Option<String>,
+    /// Properties as in the policy file: `("memory.max", "20GiB")`. An empty value removes one.
+    pub properties: Vec<(String, String)>,
+    /// Until the next boot only.
+    pub runtime: bool,
+}
+
+/// A policy came into force.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PolicyLoaded {
+    /// The new generation.
+    pub generation: u64,
+    /// Tenants in it.
+    pub tenants: u32,
+    /// Rendered warnings, one each.
+    pub warnings: Vec<String>,
+}
+
+/// One line of `doctor`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finding {
+    /// What was looked at, such as `tracepoint sys_enter_ioctl`.
+    pub subject: String,
+    /// How it stands.
+    pub verdict: Verdict,
+    /// What was found and, unless it is fine, what to do.
+    pub detail: String,
+}
+
+/// Verdict of a [`Finding`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// Works and is in use.
+    Ok,
+    /// Works, not in use or not needed.
+    Info,
+    /// Something is missing; the rest goes on.
+    Warning,
+    /// Enforcement does not work.
+    Error,
+}
+
+/// Something that happened, as sent in signals and shown by `monitor`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+pub enum Notice {
+    /// An allocation was refused.
+    Denied {
+        /// Innermost tenant of the caller.
+        tenant: String,
+        /// The tenant whose limit refused (this one or one around it).
+        limited_by: String,
+        /// GPU index.
+        gpu: u32,
+        /// Process id.
+        pid: u32,
+        /// Bytes asked for.
+        requested: u64,
+        /// Bytes charged to `limited_by` then.
+        used: u64,
+        /// The limit in bytes.
+        limit: u64,
+    },
+    /// An allocation above the limit went through because nothing could refuse it.
+    Breached {
+        /// Tenant.
+        tenant: String,
+        /// GPU index.
+        gpu: u32,
+        /// Process id.
+        pid: u32,
+        /// Bytes allocated.
+        requested: u64,
+        /// Bytes charged after it.
+        used: u64,
+        /// The limit in bytes.
+        limit: u64,
+    },
+    /// Usage rose above `memory.high`.
+    HighReached {
+        /// Tenant.
+        tenant: String,
+        /// GPU index.
+        gpu: u32,
+        /// Bytes charged.
+        used: u64,
+        /// The soft limit in bytes.
+        high: u64,
+    },
+    /// A policy came into force.
+    PolicyLoaded(PolicyLoaded),
+    /// A tenant's cgroup appeared.
+    CgroupAttached {
+        /// Tenant.
+        tenant: String,
+        /// Path below the cgroup root.
+        cgroup: String,
+    },
+    /// A tenant's cgroup went away.
+    CgroupDetached {
+        /// Tenant.
+        tenant: String,
+        /// Path below the cgroup root.
+        cgroup: String,
+    },
+}
+
+/// Why a call failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    /// No tenant of that name.
+    #[error("no tenant named \"{0}\"; `gpuquotactl list` shows those there are")]
+    NoSuchTenant(String),
+    /// No GPU of that index or UUID.
+    #[error("no GPU \"{0}\" on this host; `gpuquotactl doctor` lists the GPUs")]
+    NoSuchGpu(String),
+    /// The process does not exist.
+    #[error("no process {0}")]
+    NoSuchProcess(u32),
+    /// The process is in no tenant.
+    #[error("process {0} is in no tenant's cgroup")]
+    Ungoverned(u32),
+    /// The policy does not load; nothing was changed. Holds the rendered diagnostics.
+    #[error("{0}")]
+    BadPolicy(String),
+    /// A property or a value is not acceptable; nothing was changed.
+    #[error("{0}")]
+    BadProperty(String),
+    /// A file could not be written.
+    #[error("{path}: {source}")]
+    Io {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The kernel refused a map update.
+    #[error("the kernel side could not be updated: {0}")]
+    Kernel(String),
+}
