@@ -1,0 +1,11 @@
+//! What the eBPF programs and user space have to agree on.
+//!
+//! [`map`] and [`event`] hold the layouts that cross the border, with tests for size and offsets;
+//! [`op`] names the ledger operations that user space asks the kernel side to perform; [`nvidia`]
+//! is the driver's ABI as far as it is decoded.
+#![no_std]
+
+pub mod event;
+pub mod map;
+pub mod nvidia;
+pub mod op;

@@ -1,0 +1,400 @@
+//! Keys and values of the BPF maps.
+//!
+//! Who writes what: `Budget`, `TenantRow`, `Settings`, `Device` and the cgroup map are written by user
+//! space only; `Usage`, `Object`, `Process`, `InFlight` and the accounts by the kernel side only. No field
+//! has two writers, so user space never loses an update that the kernel side makes at the same time.
+
+/// Version of every layout in this crate; part of the pin path, so that two layouts never share a map.
+pub const LAYOUT_VERSION: u32 = 1;
+
+/// Most tenants that one daemon governs.
+pub const MAX_TENANTS: u32 = 2048;
+/// Most GPUs of one host.
+pub const MAX_GPUS: u32 = 16;
+/// Deepest nesting of tenants: how many budgets one allocation may be charged to.
+pub const MAX_NESTING: u32 = 8;
+/// Deepest cgroup level at which a tenant's root is found.
+pub const MAX_CGROUP_LEVEL: u32 = 32;
+
+/// "No tenant" in every field that holds a tenant index.
+pub const NO_TENANT: u32 = u32::MAX;
+/// "Not known" in every field that holds a GPU index.
+pub const NO_GPU: u32 = u32::MAX;
+
+/// Index into the usage array for a tenant on a GPU; the caller has checked both bounds.
+#[inline(always)]
+pub const fn cell(tenant: u32, gpu: u32) -> u32 {
+    tenant * MAX_GPUS + gpu
+}
+
+/// Number of [`cell`]s.
+pub const CELLS: u32 = MAX_TENANTS * MAX_GPUS;
+
+/// Index into a map that holds two policies, the one in force and the one being written.
+///
+/// The parity of the policy generation selects the bank, so a reload is one store.
+#[inline(always)]
+pub const fn banked(generation: u64, index: u32, len: u32) -> u32 {
+    ((generation & 1) as u32) * len + index
+}
+
+/// The daemon's word to the programs; one entry.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Settings {
+    /// `CLOCK_MONOTONIC` nanoseconds when the daemon last showed that it lives.
+    pub heartbeat_ns: u64,
+    /// Generation of the policy in force; its parity selects the bank.
+    pub generation: u64,
+    /// Changes whenever the cgroup map changes; invalidates the cache of leaves.
+    pub cgroup_epoch: u32,
+    /// Process of the daemon, whose own driver calls are not accounted.
+    pub daemon_tgid: u32,
+    /// GPUs of the host. With one GPU a device object needs no decoding.
+    pub gpus: u32,
+    /// Unused; zero.
+    pub reserved: u32,
+}
+
+/// Heartbeats older than this mean that no daemon is there.
+pub const HEARTBEAT_STALE_NS: u64 = 2_000_000_000;
+
+/// Place of a tenant in the hierarchy, per policy bank.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TenantRow {
+    /// 1 if the tenant exists in this policy.
+    pub present: u32,
+    /// The tenant around it, or [`NO_TENANT`].
+    pub parent: u32,
+}
+
+/// Limits of a tenant on one GPU, per policy bank. "No limit" is `u64::MAX`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Budget {
+    /// Bytes that may be charged at most.
+    pub memory_max: u64,
+    /// Bytes above which the tenant is told.
+    pub memory_high: u64,
+}
+
+/// What a tenant uses on one GPU. Written by the kernel side only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Bytes charged and reserved now, nested tenants included.
+    pub memory: u64,
+    /// Highest `memory` so far.
+    pub peak: u64,
+    /// Refused allocations; a refusal and libcuda's immediate second try count once.
+    pub denials: u64,
+    /// Allocations that went above the limit because nothing could refuse them.
+    pub breaches: u64,
+}
+
+/// Key of an account: what one process has on one GPU at the expense of one tenant.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct AccountKey {
+    /// Process.
+    pub tgid: u32,
+    /// Tenant index, or 0xffff for none.
+    pub tenant: u16,
+    /// GPU index.
+    pub gpu: u16,
+}
+
+impl AccountKey {
+    /// Key for a tenant index that may be [`NO_TENANT`].
+    #[inline(always)]
+    pub const fn new(tgid: u32, tenant: u32, gpu: u32) -> Self {
+        Self {
+            tgid,
+            tenant: tenant as u16,
+            gpu: gpu as u16,
+        }
+    }
+}
+
+/// Key of an object: handles are numbers of a client, client handles are global in the driver.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ObjectKey {
+    /// Client handle; for a client itself equal to `handle`.
+    pub client: u32,
+    /// Handle of the object.
+    pub handle: u32,
+}
+
+/// What kind of driver object an [`Object`] is.
+pub mod kind {
+    /// An RM client.
+    pub const CLIENT: u32 = 1;
+    /// A device.
+    pub const DEVICE: u32 = 2;
+    /// A subdevice.
+    pub const SUBDEVICE: u32 = 3;
+    /// Video memory.
+    pub const MEMORY: u32 = 4;
+    /// A channel group.
+    pub const CHANNEL_GROUP: u32 = 5;
+    /// A channel.
+    pub const CHANNEL: u32 = 6;
+    /// A second handle to somebody's video memory.
+    pub const DUP: u32 = 7;
+}
+
+/// A driver object that matters for a quota.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Object {
+    /// Bytes charged for it; taken to zero exactly once, by whoever releases it.
+    pub bytes: u64,
+    /// When it was made, `CLOCK_MONOTONIC` nanoseconds: tells reused handles apart.
+    pub born_ns: u64,
+    /// cgroup of the task that made it.
+    pub cgroup: u64,
+    /// Process that made it.
+    pub tgid: u32,
+    /// Tenant that pays, or [`NO_TENANT`].
+    pub tenant: u32,
+    /// GPU it is on, or [`NO_GPU`].
+    pub gpu: u32,
+    /// One of [`kind`].
+    pub kind: u32,
+    /// Class as the driver was asked for it.
+    pub class: u32,
+    /// Handle of the parent.
+    pub parent: u32,
+    /// For a [`kind::DUP`]: the memory it stands for.
+    pub source: ObjectKey,
+    /// For [`kind::MEMORY`]: handles that others hold on it.
+    pub dups: u32,
+    /// For a [`kind::CLIENT`]: the fd through which it was made.
+    pub fd: u32,
+}
+
+/// Client handle under which memory lives on when its owner freed it and others still hold it.
+/// RM hands out client handles from 0xc1d00000, so this one is never a client's.
+pub const ORPHAN_CLIENT: u32 = 0xffff_fffe;
+
+/// A process that has spoken to the driver, or inherited from one that has.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Process {
+    /// Start time as in field 22 of `/proc/PID/stat`, in nanoseconds since boot.
+    pub start_ns: u64,
+    /// The process it was forked from, if that one had spoken to the driver; else 0.
+    pub forked_from: u32,
+    /// [`process_flags`].
+    pub flags: u32,
+}
+
+/// Flags of a [`Process`].
+pub mod process_flags {
+    /// Made driver calls itself.
+    pub const ACTIVE: u32 = 1;
+    /// Is exiting; its charges are released when its files are gone.
+    pub const EXITING: u32 = 2;
+}
+
+/// A driver call between entry and exit, by thread.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InFlight {
+    /// Pointer to the argument, after unwrapping.
+    pub arg: u64,
+    /// Bytes added to the usage of `tenant` and those around it.
+    pub reserved: u64,
+    /// Bytes that the call asks for, rounded as the driver rounds.
+    pub wanted: u64,
+    /// Pointer to the parameters of an allocation.
+    pub params: u64,
+    /// cgroup of the task.
+    pub cgroup: u64,
+    /// Escape number and size, `nr | size << 16`.
+    pub cmd: u32,
+    /// One of [`call`].
+    pub call: u32,
+    /// Tenant of the caller, or [`NO_TENANT`].
+    pub tenant: u32,
+    /// GPU, or [`NO_GPU`].
+    pub gpu: u32,
+    /// Client.
+    pub client: u32,
+    /// Parent object.
+    pub parent: u32,
+    /// Handle in the call, before the driver may have chosen one.
+    pub handle: u32,
+    /// Class.
+    pub class: u32,
+    /// Source of a dup.
+    pub source: ObjectKey,
+    /// fd of the call.
+    pub fd: u32,
+    /// 1 once a deny backend let the call pass.
+    pub admitted: u32,
+    /// Tenant whose limit did not allow `wanted`, or [`NO_TENANT`].
+    pub limited_by: u32,
+    /// Offset in the argument at which the granted size stands, or 0.
+    pub granted_at: u32,
+}
+
+/// What an [`InFlight`] call is.
+pub mod call {
+    /// Allocates an object without memory.
+    pub const ALLOC_OBJECT: u32 = 1;
+    /// Allocates video memory.
+    pub const ALLOC_MEMORY: u32 = 2;
+    /// Frees an object.
+    pub const FREE: u32 = 3;
+    /// Gives a second handle.
+    pub const DUP: u32 = 4;
+}
+
+/// Key of a device: the device number of a node, or file system and inode of a simulated one.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct DeviceKey {
+    /// For a node: 0. Else the inode.
+    pub inode: u64,
+    /// For a node: its `i_rdev` as the kernel encodes it. Else the file system's `s_dev`.
+    pub dev: u32,
+    /// Unused; zero.
+    pub reserved: u32,
+}
+
+/// What a device is.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Device {
+    /// One of [`device`].
+    pub kind: u32,
+    /// GPU index for [`device::GPU`], else [`NO_GPU`].
+    pub gpu: u32,
+}
+
+/// Kinds of [`Device`].
+pub mod device {
+    /// `/dev/nvidiactl`.
+    pub const CONTROL: u32 = 1;
+    /// `/dev/nvidiaN`.
+    pub const GPU: u32 = 2;
+    /// `/dev/nvidia-uvm`.
+    pub const UVM: u32 = 3;
+}
+
+/// Cached answer for a cgroup that is no tenant's root.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Leaf {
+    /// [`Settings::cgroup_epoch`] when it was found.
+    pub epoch: u32,
+    /// Tenant, or [`NO_TENANT`].
+    pub tenant: u32,
+}
+
+/// The last refusal of a thread: libcuda asks once more at once, and that is not a second refusal.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Refusal {
+    /// When, `CLOCK_MONOTONIC` nanoseconds.
+    pub at_ns: u64,
+    /// What was asked for.
+    pub bytes: u64,
+}
+
+/// A second refusal of the same size by the same thread within this time is libcuda's second try.
+pub const SECOND_TRY_NS: u64 = 20_000_000;
+
+/// Indices into the per-CPU counters.
+pub mod counter {
+    /// Events that found no room in the ring.
+    pub const EVENTS_LOST: u32 = 0;
+    /// Calls that found no room among the calls in flight.
+    pub const INFLIGHT_FULL: u32 = 1;
+    /// Objects that found no room.
+    pub const OBJECTS_FULL: u32 = 2;
+    /// Frees of handles that are not known: no change.
+    pub const UNKNOWN_FREES: u32 = 3;
+    /// Parameters that could not be read.
+    pub const UNREADABLE: u32 = 4;
+    /// Allocations whose GPU could not be told.
+    pub const UNKNOWN_GPU: u32 = 5;
+    /// Processes or accounts that found no room.
+    pub const PROCESSES_FULL: u32 = 6;
+    /// Scheduling controls that tenants issued on their own channels.
+    pub const OWN_CONTROLS: u32 = 7;
+    /// Driver calls that were decoded.
+    pub const DECODED: u32 = 8;
+    /// Number of counters.
+    pub const COUNT: u32 = 9;
+}
+
+#[cfg(feature = "user")]
+mod pod {
+    use super::{
+        AccountKey, Budget, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey, Process, Refusal,
+        Settings, TenantRow, Usage,
+    };
+
+    macro_rules! pod {
+        ($($t:ty),*) => {$(
+            // SAFETY: repr(C), only integers, no padding (see the layout tests).
+            unsafe impl aya::Pod for $t {}
+        )*};
+    }
+    pod!(
+        AccountKey, Budget, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey, Process, Refusal,
+        Settings, TenantRow, Usage
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use core::mem::{offset_of, size_of};
+
+    use super::*;
+
+    #[test]
+    fn layouts_have_no_padding() {
+        assert_eq!(size_of::<Settings>(), 32);
+        assert_eq!(size_of::<TenantRow>(), 8);
+        assert_eq!(size_of::<Budget>(), 16);
+        assert_eq!(size_of::<Usage>(), 32);
+        assert_eq!(size_of::<AccountKey>(), 8);
+        assert_eq!(size_of::<ObjectKey>(), 8);
+        assert_eq!(size_of::<Object>(), 3 * 8 + 10 * 4);
+        assert_eq!(size_of::<Process>(), 16);
+        assert_eq!(size_of::<InFlight>(), 5 * 8 + 14 * 4);
+        assert_eq!(size_of::<DeviceKey>(), 16);
+        assert_eq!(size_of::<Device>(), 8);
+        assert_eq!(size_of::<Leaf>(), 8);
+        assert_eq!(size_of::<Refusal>(), 16);
+    }
+
+    #[test]
+    fn fields_that_both_sides_read_stay_where_they_are() {
+        assert_eq!(offset_of!(Settings, generation), 8);
+        assert_eq!(offset_of!(Settings, daemon_tgid), 20);
+        assert_eq!(offset_of!(Usage, denials), 16);
+        assert_eq!(offset_of!(Object, tgid), 24);
+        assert_eq!(offset_of!(Object, source), 48);
+        assert_eq!(offset_of!(InFlight, cmd), 40);
+        assert_eq!(offset_of!(Process, flags), 12);
+    }
+
+    #[test]
+    fn banks_do_not_meet() {
+        assert_eq!(banked(6, CELLS - 1, CELLS), CELLS - 1);
+        assert_eq!(banked(7, 0, CELLS), CELLS);
+        assert_eq!(cell(MAX_TENANTS - 1, MAX_GPUS - 1), CELLS - 1);
+    }
+
+    #[test]
+    fn no_tenant_survives_the_narrow_key() {
+        assert_eq!(AccountKey::new(7, NO_TENANT, 3).tenant, 0xffff);
+        assert!(MAX_TENANTS < 0xffff);
+    }
+}

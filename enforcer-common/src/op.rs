@@ -1,0 +1,36 @@
+//! Ledger operations: arguments of the program `ledger_op`.
+//!
+//! User space never writes a usage field. It runs this program by `BPF_PROG_TEST_RUN` (raw tracepoint
+//! programs take it since 5.10) with up to [`ARGS`] words, of which the first names the operation, and gets
+//! one of [`result`] back.
+
+/// Words of context that a raw tracepoint program may get.
+pub const ARGS: usize = 12;
+
+/// Reserve on behalf of a thread whose call waits for a decision:
+/// `[ADMIT, pid_tgid, tenant, gpu, bytes, arg, cmd]`.
+pub const ADMIT: u64 = 1;
+/// Undo an admission whose call never came: `[CANCEL, pid_tgid]`.
+pub const CANCEL: u64 = 2;
+/// Release an object and forget it: `[RELEASE_OBJECT, client, handle]`.
+pub const RELEASE_OBJECT: u64 = 3;
+/// Release what is left of an account and forget it: `[RELEASE_ACCOUNT, tgid, tenant, gpu]`.
+pub const RELEASE_ACCOUNT: u64 = 4;
+/// Give an object to another process and tenant: `[MOVE_OBJECT, client, handle, tgid, tenant]`.
+pub const MOVE_OBJECT: u64 = 5;
+
+/// Results of an operation.
+pub mod result {
+    /// Done.
+    pub const OK: u32 = 0;
+    /// The budget does not allow it.
+    pub const DENIED: u32 = 1;
+    /// There is no such thing.
+    pub const NOT_FOUND: u32 = 2;
+    /// A map is full.
+    pub const FULL: u32 = 3;
+    /// Arguments out of range.
+    pub const INVALID: u32 = 4;
+    /// The budget does not allow it, and it is the second try of a refusal already reported.
+    pub const DENIED_AGAIN: u32 = 5;
+}

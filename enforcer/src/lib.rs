@@ -1,0 +1,3 @@
+//! The library behind `gpuquotad` and `gpuquotactl`.
+
+pub mod control;
