@@ -1,0 +1,46 @@
+# Every target first installs what it lacks (Debian 12, rustup's stable Rust, root). `make` alone lists the targets.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup build test lint bench demo fuzz kernel clean
+
+# Some machines have cargo only in its own folder, which is not on every PATH.
+export PATH := $(if $(CARGO_HOME),$(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH)
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+
+setup: ## install everything that building, testing and linting needs
+	@scripts/setup.sh
+
+build: ## build gpuquotad, gpuquotactl and the simulated GPU, optimized
+	@scripts/setup.sh build
+	cargo build --release --workspace --exclude gpuquota-ebpf
+
+test: ## run every test; SUITE="crates native vm" picks, V=1 shows everything
+	@scripts/setup.sh build test
+	@scripts/test.sh $(SUITE)
+
+lint: ## formatting, clippy, documentation, unused dependencies, shell scripts
+	@scripts/setup.sh build lint
+	@scripts/lint.sh
+
+bench: ## run the benchmarks
+	@scripts/setup.sh build test
+	@scripts/prepare-host.sh
+	cargo bench --workspace --exclude gpuquota-ebpf --benches
+
+demo: ## show quotas at work on simulated GPUs; GPU=real uses the host's
+	@scripts/setup.sh build test
+	@GPU=$(GPU) scripts/demo.sh
+
+fuzz: ## fuzz every target for FUZZ_SECONDS (60) each
+	@scripts/setup.sh build fuzz
+	@scripts/fuzz.sh
+
+kernel: ## build the test kernel that has bpf_override_return (minutes)
+	@scripts/setup.sh build kernel
+	@scripts/build-override-kernel.sh
+
+clean: ## remove what was built; cached kernels stay
+	cargo clean
+	rm -rf fuzz/target

@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# Installs what is missing on Debian 12 to build, test and check this repository. Prints one line for each thing that it
+# installs and nothing when all is there. Needs root only if something is missing.
+#
+# usage: setup.sh [GROUP...]   groups: build test lint fuzz kernel; default: build test lint
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname "$0")/lib.sh"
+
+bpf_linker=0.13.0
+machete=0.9.2
+cargo_fuzz=0.13.2
+# The eBPF programs are compiled by Debian's own rustc, because Debian ships a prebuilt core library for the BPF target;
+# bpf-linker must be built on an LLVM at least as new as that compiler's.
+toolchain=debian-bpf
+llvm=/usr/lib/llvm-22
+
+packages_of() {
+    case $1 in
+    build) echo ca-certificates gcc libc6-dev make rustc-web cargo-web libstd-rust-web-dev-bpf ;;
+    linker) echo llvm-22-dev ;;
+    test) echo fuse3 dbus-daemon kmod cpio busybox-static qemu-system-x86 ;;
+    lint) echo rust-web-clippy shellcheck ;;
+    fuzz) echo g++ ;;
+    kernel) echo gcc make flex bison bc libelf-dev libssl-dev dwarves xz-utils kmod rsync cpio python3 ;;
+    *) die "unknown group '$1'; known: build test lint fuzz kernel" ;;
+    esac
+}
+
+apt_updated=no
+install_packages() {
+    local missing=() installed p
+    # dpkg-query fails when one of the names is unknown and prints the others all the same.
+    installed=$(dpkg-query -W -f='${db:Status-Abbrev} ${Package}\n' "$@" 2>/dev/null | sed -n 's/^ii *//p' || true)
+    for p in "$@"; do
+        grep -qxF "$p" <<<"$installed" || missing+=("$p")
+    done
+    [ "${#missing[@]}" -gt 0 ] || return 0
+    [ "$(id -u)" -eq 0 ] || die "missing packages: ${missing[*]}. Run 'make setup' as root."
+    say "installing packages: ${missing[*]}"
+    export DEBIAN_FRONTEND=noninteractive
+    if [ "$apt_updated" = no ]; then
+        # A source that does not answer is no reason to stop: the others may have what is needed.
+        quietly apt-get update || true
+        apt_updated=yes
+    fi
+    quietly apt-get install -y --no-install-recommends "${missing[@]}"
+}
+
+# install_crate NAME VERSION COMMAND-THAT-PRINTS-THE-VERSION [cargo install arguments...]
+install_crate() {
+    local name=$1 version=$2 probe=$3
+    shift 3
+    # shellcheck disable=SC2086 # the probe is a command line
+    if $probe 2>/dev/null </dev/null | grep -qwF "$version"; then return 0; fi
+    say "installing $name $version (built from source, takes minutes)"
+    # From / because a cargo configuration of the current directory would apply to this build too.
+    (cd / && unset CARGO_TARGET_DIR RUSTFLAGS && quietly cargo install "$name" --version "$version" --locked --force "$@")
+}
+
+if ! command -v rustup >/dev/null || ! command -v cargo >/dev/null; then
+    die "rustup and a stable Rust toolchain are needed first; they are not on PATH nor in ${CARGO_HOME:-$HOME/.cargo}/bin"
+fi
+
+groups=("$@")
+[ "${#groups[@]}" -gt 0 ] || groups=(build test lint)
+
+wanted=()
+for group in "${groups[@]}"; do
+    read -ra some <<<"$(packages_of "$group")"
+    wanted+=("${some[@]}")
+done
+install_packages "${wanted[@]}"
+
+for group in "${groups[@]}"; do
+    case $group in
+    build)
+        if ! [ -e "${RUSTUP_HOME:-$HOME/.rustup}/toolchains/$toolchain" ]; then
+            say "linking Debian's Rust as toolchain $toolchain"
+            quietly rustup toolchain link "$toolchain" /usr
+        fi
+        if ! bpf-linker --version 2>/dev/null </dev/null | grep -qwF "$bpf_linker"; then
+            read -ra some <<<"$(packages_of linker)"
+            install_packages "${some[@]}"
+            LLVM_SYS_221_PREFIX=$llvm LLVM_PREFIX=$llvm PATH=$llvm/bin:$PATH \
+                install_crate bpf-linker "$bpf_linker" "bpf-linker --version" --no-default-features --features llvm-22
+        fi
+        # So that a later `cargo build` needs no network.
+        quietly cargo fetch
+        ;;
+    lint)
+        if ! cargo fmt --version >/dev/null 2>&1 || ! cargo clippy --version >/dev/null 2>&1; then
+            say "adding rustfmt and clippy to the Rust toolchain"
+            quietly rustup component add rustfmt clippy
+        fi
+        install_crate cargo-machete "$machete" "cargo machete --version"
+        ;;
+    fuzz)
+        install_crate cargo-fuzz "$cargo_fuzz" "cargo fuzz --version"
+        ;;
+    esac
+done
