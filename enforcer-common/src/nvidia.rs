@@ -37,6 +37,8 @@ impl IoctlCmd {
 pub mod nr {
     /// Legacy memory allocation, on a GPU node; [`NVOS02_FD_SIZE`](super::NVOS02_FD_SIZE).
     pub const RM_ALLOC_MEMORY: u8 = 0x27;
+    /// Allocates an object that takes no parameters; 20 bytes, status at 16.
+    pub const RM_ALLOC_OBJECT: u8 = 0x28;
     /// Frees an object and all below it.
     pub const RM_FREE: u8 = 0x29;
     /// A control call on an object.
@@ -45,12 +47,24 @@ pub mod nr {
     pub const RM_ALLOC: u8 = 0x2b;
     /// Gives a second handle, maybe in another client, to an object.
     pub const RM_DUP_OBJECT: u8 = 0x34;
+    /// Lets other clients duplicate an object; 24 bytes, status at 20.
+    pub const RM_SHARE: u8 = 0x35;
+    /// Waits until channels are idle; 56 bytes, status at 48.
+    pub const RM_IDLE_CHANNELS: u8 = 0x41;
     /// The older allocator of video memory, many functions behind one number.
     pub const RM_VID_HEAP_CONTROL: u8 = 0x4a;
     /// Maps memory for the CPU.
     pub const RM_MAP_MEMORY: u8 = 0x4e;
     /// Undoes [`RM_MAP_MEMORY`].
     pub const RM_UNMAP_MEMORY: u8 = 0x4f;
+    /// Allocates a DMA context; 56 bytes, status at 48.
+    pub const RM_ALLOC_CONTEXT_DMA2: u8 = 0x54;
+    /// Maps memory for the GPU; 64 bytes from 580.65.06 on, status at 56.
+    pub const RM_MAP_MEMORY_DMA: u8 = 0x57;
+    /// Undoes [`RM_MAP_MEMORY_DMA`]; 48 bytes from 550.40.07 on, status at 40.
+    pub const RM_UNMAP_MEMORY_DMA: u8 = 0x58;
+    /// Binds a DMA context to a channel; 16 bytes, status at 12.
+    pub const RM_BIND_CONTEXT_DMA: u8 = 0x59;
     /// Tells the driver where a mapping went.
     pub const RM_UPDATE_DEVICE_MAPPING_INFO: u8 = 0x5e;
     /// Lists the cards.
@@ -61,14 +75,22 @@ pub mod nr {
     pub const ALLOC_OS_EVENT: u8 = 206;
     /// Frees what [`ALLOC_OS_EVENT`] made.
     pub const FREE_OS_EVENT: u8 = 207;
+    /// Reads a status code of a card.
+    pub const STATUS_CODE: u8 = 209;
     /// Compares the version of user space with the driver's.
     pub const CHECK_VERSION_STR: u8 = 210;
     /// Carries any other escape by pointer.
     pub const IOCTL_XFER_CMD: u8 = 211;
+    /// Opens GPUs through a control fd; an array of `u32` gpuIds.
+    pub const ATTACH_GPUS_TO_FD: u8 = 212;
+    /// Interrupt state of a card.
+    pub const QUERY_DEVICE_INTR: u8 = 213;
     /// System parameters; first call of every client.
     pub const SYS_PARAMS: u8 = 214;
     /// NUMA state of a card.
     pub const NUMA_INFO: u8 = 215;
+    /// Waits for a deferred open; 8 bytes; 550 and later.
+    pub const WAIT_OPEN_COMPLETE: u8 = 218;
 }
 
 /// Object classes (`cl*.h`, `resource_list.h`).
@@ -148,6 +170,8 @@ pub mod status {
     pub const INSUFFICIENT_PERMISSIONS: u32 = 0x1b;
     /// The new handle is taken.
     pub const INSERT_DUPLICATE_NAME: u32 = 0x19;
+    /// A pointer of the caller does not lead to memory.
+    pub const INVALID_ADDRESS: u32 = 0x1e;
     /// The state does not allow it.
     pub const INVALID_STATE: u32 = 0x40;
     /// Out of memory: what libcuda turns into `CUDA_ERROR_OUT_OF_MEMORY`.
@@ -170,6 +194,8 @@ pub mod ctrl {
     pub const GPU_ATTACH_IDS: u32 = 0x215;
     /// Client: class and parent of a handle.
     pub const CLIENT_GET_HANDLE_INFO: u32 = 0xd02;
+    /// Channel group: reads the interleave level.
+    pub const TSG_GET_INTERLEAVE_LEVEL: u32 = 0xa06c_0108;
     /// Channel group: sets the time slice; `u64` microseconds.
     pub const TSG_SET_TIMESLICE: u32 = 0xa06c_0103;
     /// Channel group: reads the time slice.
@@ -184,6 +210,8 @@ pub mod ctrl {
     pub const FIFO_DISABLE_CHANNELS: u32 = 0x2080_110b;
     /// Subdevice: memory totals and free; list of (index, data).
     pub const FB_GET_INFO_V2: u32 = 0x2080_1303;
+    /// Memory object: size and placement; list of (index, data) by pointer.
+    pub const MEMORY_GET_SURFACE_INFO: u32 = 0x41_0110;
     /// P2P object: registers video memory.
     pub const P2P_REGISTER_VIDMEM: u32 = 0x503c_0104;
     /// P2P object: unregisters it.
@@ -447,6 +475,115 @@ pub mod uvm {
     pub const UNMAP_EXTERNAL: u32 = 66;
     /// Makes an address range.
     pub const CREATE_EXTERNAL_RANGE: u32 = 73;
+}
+
+/// `NV2080_CTRL_FB_INFO`, the list of [`ctrl::FB_GET_INFO_V2`]: a count, then pairs of index and data.
+pub mod fb_info {
+    /// Number of pairs, `u32`.
+    pub const COUNT: usize = 0;
+    /// First pair.
+    pub const LIST: usize = 4;
+    /// Most pairs the list holds that every release accepts.
+    pub const MAX_PAIRS: usize = 54;
+    /// Memory of the card, KiB.
+    pub const INDEX_RAM_SIZE: u32 = 0x7;
+    /// Memory of the card including what is reserved, KiB.
+    pub const INDEX_TOTAL_RAM_SIZE: u32 = 0x8;
+    /// Memory that user space can allocate, KiB.
+    pub const INDEX_HEAP_SIZE: u32 = 0x9;
+    /// Memory that is free, KiB.
+    pub const INDEX_HEAP_FREE: u32 = 0x16;
+    /// Memory that is usable at all, KiB.
+    pub const INDEX_USABLE_RAM_SIZE: u32 = 0x20;
+}
+
+/// `NV0041_CTRL_GET_SURFACE_INFO_PARAMS`: a count and a pointer to pairs of index and data.
+pub mod surface_info {
+    /// Bytes.
+    pub const SIZE: usize = 16;
+    /// Number of pairs, `u32`.
+    pub const COUNT: usize = 0;
+    /// Pointer to the pairs.
+    pub const LIST: usize = 8;
+    /// Size of the allocation in units of 4 KiB.
+    pub const INDEX_PHYS_SIZE: u32 = 0x7;
+}
+
+/// `NV0000_CTRL_CLIENT_GET_HANDLE_INFO_PARAMS`.
+pub mod handle_info {
+    /// Bytes.
+    pub const SIZE: usize = 16;
+    /// The handle asked about.
+    pub const OBJECT: usize = 0;
+    /// What is asked.
+    pub const INDEX: usize = 4;
+    /// The answer, `u64`.
+    pub const DATA: usize = 8;
+    /// Ask for the parent's handle.
+    pub const INDEX_PARENT: u32 = 1;
+    /// Ask for the class.
+    pub const INDEX_CLASS: u32 = 2;
+}
+
+/// `NV2080_CTRL_FIFO_DISABLE_CHANNELS_PARAMS`, of [`ctrl::FIFO_DISABLE_CHANNELS`].
+pub mod disable_channels {
+    /// Bytes.
+    pub const SIZE: usize = 536;
+    /// 1 to disable, 0 to enable; `u8`.
+    pub const DISABLE: usize = 0;
+    /// Number of channels, `u32`.
+    pub const COUNT: usize = 4;
+    /// An event pointer; must be null for user space.
+    pub const EVENT: usize = 16;
+    /// Clients, `u32[64]`.
+    pub const CLIENTS: usize = 24;
+    /// Channels, `u32[64]`.
+    pub const CHANNELS: usize = 280;
+    /// Most channels in one call.
+    pub const MAX: usize = 64;
+}
+
+/// Argument layouts of the UVM commands, as of 580 (`uvm_ioctl.h`).
+pub mod uvm_args {
+    /// First address of a range, in every command below.
+    pub const BASE: usize = 0;
+    /// Its length.
+    pub const LENGTH: usize = 8;
+    /// `INITIALIZE`: status.
+    pub const INITIALIZE_STATUS: usize = 8;
+    /// `MM_INITIALIZE`: status.
+    pub const MM_INITIALIZE_STATUS: usize = 4;
+    /// `MAP_EXTERNAL_ALLOCATION`: bytes.
+    pub const MAP_EXTERNAL_SIZE: usize = 9264;
+    /// `MAP_EXTERNAL_ALLOCATION`: control fd.
+    pub const MAP_EXTERNAL_CTL_FD: usize = 9248;
+    /// `MAP_EXTERNAL_ALLOCATION`: client of the memory.
+    pub const MAP_EXTERNAL_CLIENT: usize = 9252;
+    /// `MAP_EXTERNAL_ALLOCATION`: the memory.
+    pub const MAP_EXTERNAL_MEMORY: usize = 9256;
+    /// `MAP_EXTERNAL_ALLOCATION`: status.
+    pub const MAP_EXTERNAL_STATUS: usize = 9260;
+    /// `FREE` and `CREATE_EXTERNAL_RANGE`: status.
+    pub const RANGE_STATUS: usize = 16;
+    /// `UNMAP_EXTERNAL`: status.
+    pub const UNMAP_EXTERNAL_STATUS: usize = 32;
+    /// `REGISTER_GPU`: UUID, 16 bytes.
+    pub const REGISTER_GPU_UUID: usize = 0;
+    /// `REGISTER_GPU`: status.
+    pub const REGISTER_GPU_STATUS: usize = 36;
+    /// `MIGRATE`: bytes.
+    pub const MIGRATE_SIZE: usize = 80;
+    /// `MIGRATE`: UUID of the destination, 16 bytes.
+    pub const MIGRATE_UUID: usize = 16;
+    /// `MIGRATE`: NUMA node when the destination is the CPU, −1 for any.
+    pub const MIGRATE_CPU_NODE: usize = 52;
+    /// `MIGRATE`: status.
+    pub const MIGRATE_STATUS: usize = 72;
+    /// The CPU's UUID as a destination.
+    pub const CPU_UUID: [u8; 16] = [
+        0xa6, 0x5e, 0x0f, 0x4e, 0xd7, 0xd4, 0x7b, 0xa2, 0x50, 0x47, 0x41, 0x2c, 0x14, 0x2a, 0x77,
+        0x73,
+    ];
 }
 
 /// Major number of `/dev/nvidia*` (`nv.h`); the uvm node's is dynamic.

@@ -1,1 +1,1 @@
-//! Being written.
+//! A simulated GPU.

@@ -1,1 +1,1 @@
-//! Being written.
+//! libcuda.so.1 for the simulated GPU.

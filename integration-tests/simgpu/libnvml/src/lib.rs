@@ -1,1 +1,1 @@
-//! Being written.
+//! libnvidia-ml.so.1 for the simulated GPU.

@@ -1,0 +1,2 @@
+//! simgpu
+fn main() {}

@@ -1,0 +1,2 @@
+//! simtenant
+fn main() {}
