@@ -1,3 +1,4 @@
 //! The library behind `gpuquotad` and `gpuquotactl`.
 
+pub mod config;
 pub mod control;
