@@ -2,10 +2,11 @@
 //!
 //! [`map`] and [`event`] hold the layouts that cross the border, with tests for size and offsets;
 //! [`op`] names the ledger operations that user space asks the kernel side to perform; [`nvidia`]
-//! is the driver's ABI as far as it is decoded.
+//! is the driver's ABI as far as it is decoded, and [`rm`] decodes it, for both sides alike.
 #![no_std]
 
 pub mod event;
 pub mod map;
 pub mod nvidia;
 pub mod op;
+pub mod rm;

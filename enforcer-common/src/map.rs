@@ -63,10 +63,21 @@ pub const HEARTBEAT_STALE_NS: u64 = 2_000_000_000;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TenantRow {
-    /// 1 if the tenant exists in this policy.
-    pub present: u32,
+    /// One of [`row`].
+    pub state: u32,
     /// The tenant around it, or [`NO_TENANT`].
     pub parent: u32,
+}
+
+/// States of a [`TenantRow`].
+pub mod row {
+    /// No such tenant.
+    pub const ABSENT: u32 = 0;
+    /// Governs its cgroups.
+    pub const IN_FORCE: u32 = 1;
+    /// Left the policy, or moved in the hierarchy: governs nobody, but what was charged to it is still
+    /// given back along its old parents.
+    pub const RETIRED: u32 = 2;
 }
 
 /// Limits of a tenant on one GPU, per policy bank. "No limit" is `u64::MAX`.
@@ -209,8 +220,8 @@ pub struct InFlight {
     pub reserved: u64,
     /// Bytes that the call asks for, rounded as the driver rounds.
     pub wanted: u64,
-    /// Pointer to the parameters of an allocation.
-    pub params: u64,
+    /// Where the driver will have written the granted size, or 0.
+    pub granted: u64,
     /// cgroup of the task.
     pub cgroup: u64,
     /// Escape number and size, `nr | size << 16`.
@@ -237,8 +248,8 @@ pub struct InFlight {
     pub admitted: u32,
     /// Tenant whose limit did not allow `wanted`, or [`NO_TENANT`].
     pub limited_by: u32,
-    /// Offset in the argument at which the granted size stands, or 0.
-    pub granted_at: u32,
+    /// 1 if what stands at `granted` is the last byte's offset, not the size.
+    pub granted_is_limit: u32,
 }
 
 /// What an [`InFlight`] call is.

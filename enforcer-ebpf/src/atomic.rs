@@ -1,0 +1,38 @@
+//! Atomic words in map values.
+//!
+//! `core`'s atomics offer only load and store on this target; the instructions behind the rest exist since
+//! Linux 5.12 (`BPF_FETCH`, `BPF_XCHG`).
+
+use core::intrinsics::{AtomicOrdering::Relaxed, atomic_xadd, atomic_xchg};
+
+/// A word of a map value that several CPUs change at once.
+#[derive(Clone, Copy)]
+pub struct Word(*mut u64);
+
+impl Word {
+    /// The word at `pointer`, which points into a map value: aligned, and valid while the program runs.
+    #[inline(always)]
+    pub fn new(pointer: *mut u64) -> Self {
+        Self(pointer)
+    }
+
+    /// Adds, and returns the value before.
+    #[inline(always)]
+    pub fn add(self, value: u64) -> u64 {
+        // SAFETY: see `new`; the verifier checks the address besides.
+        unsafe { atomic_xadd::<u64, u64, { Relaxed }>(self.0, value) }
+    }
+
+    /// Subtracts, and returns the value before.
+    #[inline(always)]
+    pub fn sub(self, value: u64) -> u64 {
+        self.add(value.wrapping_neg())
+    }
+
+    /// Replaces, and returns the value before.
+    #[inline(always)]
+    pub fn swap(self, value: u64) -> u64 {
+        // SAFETY: as in `add`.
+        unsafe { atomic_xchg::<u64, { Relaxed }>(self.0, value) }
+    }
+}

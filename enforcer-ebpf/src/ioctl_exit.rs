@@ -1,0 +1,295 @@
+//! `tracepoint/syscalls/sys_exit_ioctl`: settle what the entry hook or a deny backend reserved.
+
+use aya_ebpf::{macros::tracepoint, programs::TracePointContext};
+use gpuquota_common::{
+    event::{self, Event},
+    map::{
+        InFlight, MAX_GPUS, NO_TENANT, Object, ObjectKey, Settings, call, counter, kind,
+    },
+    nvidia::{IoctlCmd, class, nvos32, nvos55, nvos64, status, status_offset},
+    rm::{CallerMemory, object_kind},
+};
+
+use crate::{
+    ledger::{self, Reserved},
+    maps::{IN_FLIGHT, OBJECTS, count, emit, now, settings},
+    rm::Caller,
+    task,
+};
+
+/// Offset of the result in the record of `sys_exit_ioctl`.
+const RECORD_RET: usize = 16;
+
+/// Exit of an ioctl.
+#[tracepoint]
+pub fn ioctl_exit(ctx: TracePointContext) -> u32 {
+    let thread = task::pid_tgid();
+    // SAFETY: the entry is this thread's own; it is copied before it is removed.
+    let Some(flight) = (unsafe { IN_FLIGHT.get(thread) }).copied() else {
+        return 0;
+    };
+    let _ = IN_FLIGHT.remove(thread);
+    let settings = settings();
+    let ret = task::record::<i64>(&ctx, RECORD_RET);
+    if ret == 0 && status_is_ok(&flight) {
+        settle(&settings, thread, &flight);
+    } else if flight.reserved > 0 {
+        ledger::unreserve(
+            settings.generation,
+            flight.tenant,
+            flight.gpu,
+            flight.reserved,
+        );
+    }
+    0
+}
+
+/// The driver reports most failures in the argument, with 0 as the call's own result.
+#[inline(always)]
+fn status_is_ok(flight: &InFlight) -> bool {
+    let cmd = IoctlCmd {
+        nr: flight.cmd as u8,
+        size: (flight.cmd >> 16) as u16,
+    };
+    let Some(offset) = status_offset(cmd) else {
+        return false;
+    };
+    match Caller.word(flight.arg + offset as u64) {
+        Some(word) => word == status::OK,
+        None => {
+            // The driver has just written there. Charging is the safe reading.
+            count(counter::UNREADABLE);
+            true
+        }
+    }
+}
+
+#[inline(always)]
+fn settle(settings: &Settings, thread: u64, flight: &InFlight) {
+    let tgid = (thread >> 32) as u32;
+    match flight.call {
+        call::ALLOC_OBJECT => {
+            let handle = new_handle(flight);
+            let client = if class::is_client(flight.class) {
+                handle
+            } else {
+                flight.client
+            };
+            remember(settings, tgid, flight, ObjectKey { client, handle }, 0);
+        }
+        call::ALLOC_MEMORY => {
+            let bytes = charge(settings, tgid, flight);
+            let key = ObjectKey {
+                client: flight.client,
+                handle: new_handle(flight),
+            };
+            remember(settings, tgid, flight, key, bytes);
+        }
+        call::FREE => free(settings, tgid, flight),
+        call::DUP => dup(settings, tgid, flight),
+        _ => {}
+    }
+}
+
+/// The handle of the new object: the driver chooses one where the caller gave 0.
+#[inline(always)]
+fn new_handle(flight: &InFlight) -> u32 {
+    if flight.handle != 0 {
+        return flight.handle;
+    }
+    let offset = match IoctlCmd::from_raw(flight.cmd).nr {
+        gpuquota_common::nvidia::nr::RM_VID_HEAP_CONTROL => nvos32::MEMORY,
+        gpuquota_common::nvidia::nr::RM_DUP_OBJECT => nvos55::OBJECT,
+        _ => nvos64::NEW,
+    };
+    Caller.word(flight.arg + offset as u64).unwrap_or(0)
+}
+
+/// Charges what the driver granted and gives back what was reserved beyond it.
+#[inline(always)]
+fn charge(settings: &Settings, tgid: u32, flight: &InFlight) -> u64 {
+    let bytes = granted(flight);
+    if flight.gpu >= MAX_GPUS {
+        return bytes;
+    }
+    if flight.tenant != NO_TENANT {
+        if bytes > flight.reserved {
+            let missing = bytes - flight.reserved;
+            let outcome = ledger::reserve(
+                settings.generation,
+                flight.tenant,
+                flight.gpu,
+                missing,
+                true,
+            );
+            if let Reserved::No {
+                limited_by,
+                used,
+                limit,
+            } = outcome
+            {
+                ledger::breach(&Event {
+                    kind: event::kind::BREACHED,
+                    tenant: flight.tenant,
+                    gpu: flight.gpu,
+                    tgid,
+                    client: flight.client,
+                    handle: flight.handle,
+                    limited_by,
+                    class: flight.class,
+                    bytes,
+                    used,
+                    limit,
+                    cgroup: flight.cgroup,
+                    at_ns: now(),
+                });
+            }
+        } else if flight.reserved > bytes {
+            ledger::unreserve(
+                settings.generation,
+                flight.tenant,
+                flight.gpu,
+                flight.reserved - bytes,
+            );
+        }
+    }
+    ledger::deposit(tgid, flight.tenant, flight.gpu, bytes);
+    bytes
+}
+
+/// The size that the driver granted, in whole 64 KiB pages; what was asked for where it cannot be read.
+#[inline(always)]
+fn granted(flight: &InFlight) -> u64 {
+    const PAGE: u64 = 64 << 10;
+    let Some(word) = Caller.words::<2>(flight.granted) else {
+        return flight.wanted;
+    };
+    let word = u64::from(word[0]) | u64::from(word[1]) << 32;
+    let size = if flight.granted_is_limit == 1 {
+        word.saturating_add(1)
+    } else {
+        word
+    };
+    let rounded = size.saturating_add(PAGE - 1) & !(PAGE - 1);
+    // A value that the driver cannot have written is the caller's doing.
+    if size == 0 || rounded > flight.wanted.saturating_mul(2).saturating_add(2 << 20) {
+        return flight.wanted;
+    }
+    rounded
+}
+
+/// Puts a new object into the map, in place of one whose free was not seen.
+#[inline(always)]
+fn remember(settings: &Settings, tgid: u32, flight: &InFlight, key: ObjectKey, bytes: u64) {
+    let _ = ledger::release(settings.generation, key);
+    let object = Object {
+        bytes,
+        born_ns: now(),
+        cgroup: flight.cgroup,
+        tgid,
+        tenant: flight.tenant,
+        gpu: flight.gpu,
+        kind: object_kind(flight.class),
+        class: flight.class,
+        parent: flight.parent,
+        source: ObjectKey {
+            client: 0,
+            handle: 0,
+        },
+        dups: 0,
+        fd: flight.fd,
+    };
+    if OBJECTS.insert(key, object, 0).is_err() {
+        count(counter::OBJECTS_FULL);
+    }
+    if object.kind == kind::CHANNEL_GROUP || object.kind == kind::CHANNEL {
+        emit(&Event {
+            kind: event::kind::CHANNEL_NEW,
+            tenant: flight.tenant,
+            gpu: flight.gpu,
+            tgid,
+            client: key.client,
+            handle: key.handle,
+            limited_by: NO_TENANT,
+            class: flight.class,
+            at_ns: now(),
+            ..Event::default()
+        });
+    }
+}
+
+/// Releases an object, and tells the daemon where others may hang below it.
+#[inline(always)]
+fn free(settings: &Settings, tgid: u32, flight: &InFlight) {
+    let key = ObjectKey {
+        client: flight.client,
+        handle: flight.handle,
+    };
+    let Some(object) = ledger::release(settings.generation, key) else {
+        count(counter::UNKNOWN_FREES);
+        return;
+    };
+    if object.kind == kind::MEMORY || object.kind == kind::DUP || object.kind == kind::CHANNEL {
+        return;
+    }
+    emit(&Event {
+        kind: event::kind::SUBTREE_FREED,
+        tenant: object.tenant,
+        gpu: object.gpu,
+        tgid,
+        client: key.client,
+        handle: key.handle,
+        limited_by: NO_TENANT,
+        class: object.class,
+        at_ns: now(),
+        ..Event::default()
+    });
+}
+
+/// Notes a second handle: the owner keeps paying, and the memory lives as long as any handle.
+#[inline(always)]
+fn dup(settings: &Settings, tgid: u32, flight: &InFlight) {
+    // SAFETY: a copy; what is used of it never changes.
+    let Some(mut source) = (unsafe { OBJECTS.get(flight.source) }).copied() else {
+        return;
+    };
+    let mut source_key = flight.source;
+    if source.kind == kind::DUP {
+        source_key = source.source;
+        // SAFETY: as above.
+        let Some(owner) = (unsafe { OBJECTS.get(source_key) }).copied() else {
+            return;
+        };
+        source = owner;
+    }
+    if source.kind != kind::MEMORY {
+        return;
+    }
+    let key = ObjectKey {
+        client: flight.client,
+        handle: new_handle(flight),
+    };
+    let _ = ledger::release(settings.generation, key);
+    let object = Object {
+        bytes: 0,
+        born_ns: source.born_ns,
+        cgroup: flight.cgroup,
+        tgid,
+        tenant: flight.tenant,
+        gpu: source.gpu,
+        kind: kind::DUP,
+        class: source.class,
+        parent: flight.parent,
+        source: source_key,
+        dups: 0,
+        fd: flight.fd,
+    };
+    if OBJECTS.insert(key, object, 0).is_err() {
+        count(counter::OBJECTS_FULL);
+        return;
+    }
+    if let Some(owner) = OBJECTS.get_ptr_mut(source_key) {
+        // SAFETY: a word of a map value, changed by one kind of program; RM serialises dups of one object.
+        unsafe { (*owner).dups += 1 };
+    }
+}

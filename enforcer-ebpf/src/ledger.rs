@@ -1,0 +1,335 @@
+//! Who pays: reservations, charges and their release.
+//!
+//! A reservation is in the usage of the tenant and of every tenant around it from the moment it is made,
+//! so two racing allocations can never both pass a limit that holds only one: a race may refuse at the
+//! edge, it never over-admits. Settling moves the reservation into the account of the process; a release
+//! takes from the account what is there and no more, so nothing is given back twice.
+
+use gpuquota_common::{
+    event::{self, Event},
+    map::{
+        AccountKey, MAX_GPUS, MAX_NESTING, MAX_TENANTS, NO_TENANT, Object, ObjectKey,
+        ORPHAN_CLIENT, Refusal, SECOND_TRY_NS, Usage, cell, counter, kind,
+    },
+};
+
+use crate::{
+    atomic::Word,
+    maps::{ACCOUNTS, OBJECTS, REFUSALS, USAGE, budget, count, emit, now, tenant_row},
+};
+
+/// Outcome of a reservation.
+#[derive(Clone, Copy)]
+pub enum Reserved {
+    /// The bytes are in the usage of the tenant and of all around it.
+    Yes,
+    /// This tenant's limit does not allow it; nothing is reserved.
+    No {
+        limited_by: u32,
+        used: u64,
+        limit: u64,
+    },
+}
+
+
+#[inline(always)]
+fn usage(tenant: u32, gpu: u32) -> Option<*mut Usage> {
+    if tenant >= MAX_TENANTS || gpu >= MAX_GPUS {
+        return None;
+    }
+    USAGE.get_ptr_mut(cell(tenant, gpu))
+}
+
+#[inline(always)]
+fn memory_of(usage: *mut Usage) -> Word {
+    // SAFETY: `usage` points to a map value.
+    Word::new(unsafe { &raw mut (*usage).memory })
+}
+
+/// Adds `bytes` to `tenant` and all around it, unless a limit is in the way.
+///
+/// With `force` the limits are only compared: the first one that is exceeded is reported, and the bytes
+/// stay charged.
+#[inline(always)]
+pub fn reserve(generation: u64, tenant: u32, gpu: u32, bytes: u64, force: bool) -> Reserved {
+    let mut outcome = Reserved::Yes;
+    let mut at = tenant;
+    for _ in 0..MAX_NESTING {
+        let Some(row) = tenant_row(generation, at) else {
+            break;
+        };
+        let Some(usage) = usage(at, gpu) else {
+            break;
+        };
+        let before = memory_of(usage).add(bytes);
+        let after = before.saturating_add(bytes);
+        let (max, high) = match budget(generation, cell(at, gpu)) {
+            Some(budget) => (budget.memory_max, budget.memory_high),
+            None => (u64::MAX, u64::MAX),
+        };
+        if after > max {
+            if !force {
+                memory_of(usage).sub(bytes);
+                unreserve_until(generation, tenant, at, gpu, bytes);
+                return Reserved::No {
+                    limited_by: at,
+                    used: before,
+                    limit: max,
+                };
+            }
+            if matches!(outcome, Reserved::Yes) {
+                outcome = Reserved::No {
+                    limited_by: at,
+                    used: after,
+                    limit: max,
+                };
+            }
+        }
+        // SAFETY: a word of a map value. A racing maximum may be lost for one reservation; it is a gauge.
+        unsafe {
+            if (*usage).peak < after {
+                (*usage).peak = after;
+            }
+        }
+        if before <= high && after > high {
+            emit(&Event {
+                kind: event::kind::HIGH,
+                tenant,
+                gpu,
+                limited_by: at,
+                bytes,
+                used: after,
+                limit: high,
+                at_ns: now(),
+                ..Event::default()
+            });
+        }
+        at = row.parent;
+        if at == NO_TENANT {
+            break;
+        }
+    }
+    outcome
+}
+
+/// Takes a reservation back from `tenant` and all around it.
+#[inline(always)]
+pub fn unreserve(generation: u64, tenant: u32, gpu: u32, bytes: u64) {
+    unreserve_until(generation, tenant, NO_TENANT, gpu, bytes);
+}
+
+/// As [`unreserve`], but stops before the tenant `end`.
+#[inline(always)]
+fn unreserve_until(generation: u64, tenant: u32, end: u32, gpu: u32, bytes: u64) {
+    let mut at = tenant;
+    for _ in 0..MAX_NESTING {
+        if at == end || at == NO_TENANT {
+            break;
+        }
+        let Some(usage) = usage(at, gpu) else {
+            break;
+        };
+        take(memory_of(usage), bytes);
+        // A tenant that a new policy dropped still gives back its own cell; its parents are then unknown.
+        let Some(row) = tenant_row(generation, at) else {
+            break;
+        };
+        at = row.parent;
+    }
+}
+
+/// Subtracts at most what is there and returns how much that was: counters saturate, they never wrap.
+#[inline(always)]
+fn take(word: Word, bytes: u64) -> u64 {
+    let before = word.sub(bytes);
+    if before >= bytes {
+        return bytes;
+    }
+    word.add(bytes - before);
+    before
+}
+
+/// Puts settled bytes into the account of a process.
+#[inline(always)]
+pub fn deposit(tgid: u32, tenant: u32, gpu: u32, bytes: u64) {
+    let key = AccountKey::new(tgid, tenant, gpu);
+    if let Some(account) = ACCOUNTS.get_ptr_mut(key) {
+        Word::new(account).add(bytes);
+        return;
+    }
+    // BPF_NOEXIST (1): when another thread was quicker, add to its entry.
+    if ACCOUNTS.insert(key, bytes, 1).is_ok() {
+        return;
+    }
+    match ACCOUNTS.get_ptr_mut(key) {
+        Some(account) => {
+            Word::new(account).add(bytes);
+        }
+        None => count(counter::PROCESSES_FULL),
+    }
+}
+
+/// Takes bytes out of an account and out of the usage behind it.
+#[inline(always)]
+pub fn withdraw(generation: u64, tgid: u32, tenant: u32, gpu: u32, bytes: u64) {
+    let Some(account) = ACCOUNTS.get_ptr_mut(AccountKey::new(tgid, tenant, gpu)) else {
+        return;
+    };
+    let taken = take(Word::new(account), bytes);
+    if tenant != NO_TENANT {
+        unreserve(generation, tenant, gpu, taken);
+    }
+}
+
+/// Empties an account, returns what it held and forgets it.
+#[inline(always)]
+pub fn close_account(generation: u64, key: AccountKey) -> u64 {
+    let Some(account) = ACCOUNTS.get_ptr_mut(key) else {
+        return 0;
+    };
+    let held = Word::new(account).swap(0);
+    let _ = ACCOUNTS.remove(key);
+    if key.tenant != 0xffff {
+        unreserve(generation, u32::from(key.tenant), u32::from(key.gpu), held);
+    }
+    held
+}
+
+/// Takes the bytes of an object, once: whoever comes second gets zero.
+#[inline(always)]
+pub fn take_bytes(object: *mut Object) -> u64 {
+    // SAFETY: `object` points to a map value.
+    Word::new(unsafe { &raw mut (*object).bytes }).swap(0)
+}
+
+/// Releases an object: gives back its bytes, lets go of what it shares, and forgets it.
+///
+/// Returns the object as it was, or `None` for an unknown handle, which changes nothing.
+#[inline(always)]
+pub fn release(generation: u64, key: ObjectKey) -> Option<Object> {
+    let object = OBJECTS.get_ptr_mut(key)?;
+    // SAFETY: a copy of a map value; only `bytes` and `dups` change in place.
+    let copy = unsafe { *object };
+    if copy.kind == kind::MEMORY && copy.dups > 0 {
+        orphan(key, object);
+        return Some(copy);
+    }
+    let bytes = take_bytes(object);
+    let _ = OBJECTS.remove(key);
+    if bytes > 0 {
+        withdraw(generation, copy.tgid, copy.tenant, copy.gpu, bytes);
+    }
+    if copy.kind == kind::DUP {
+        drop_dup(generation, copy.source, copy.born_ns);
+    }
+    Some(Object { bytes, ..copy })
+}
+
+/// Key under which memory is kept that its owner freed while others hold it.
+///
+/// Time of birth in microseconds: unique enough within the few seconds that the daemon needs to hand the
+/// charge to a survivor, and a collision keeps a charge, it never drops one.
+#[inline(always)]
+fn orphan_key(born_ns: u64) -> ObjectKey {
+    ObjectKey {
+        client: ORPHAN_CLIENT,
+        handle: (born_ns / 1000) as u32,
+    }
+}
+
+/// Keeps the charge of freed memory that others still hold.
+#[inline(always)]
+fn orphan(key: ObjectKey, object: *mut Object) {
+    // SAFETY: a copy of a map value.
+    let mut copy = unsafe { *object };
+    copy.bytes = take_bytes(object);
+    let _ = OBJECTS.remove(key);
+    let kept = orphan_key(copy.born_ns);
+    if OBJECTS.insert(kept, copy, 0).is_err() {
+        count(counter::OBJECTS_FULL);
+    }
+    emit(&Event {
+        kind: event::kind::OWNER_FREED,
+        tenant: copy.tenant,
+        gpu: copy.gpu,
+        tgid: copy.tgid,
+        client: key.client,
+        handle: key.handle,
+        limited_by: kept.handle,
+        bytes: copy.bytes,
+        at_ns: now(),
+        ..Event::default()
+    });
+}
+
+/// A second handle is gone: the source has one holder less, and goes with the last if its owner freed it.
+///
+/// `source_born` is the birth of the memory, which a dup takes over from its source.
+#[inline(always)]
+fn drop_dup(generation: u64, source: ObjectKey, source_born: u64) {
+    if let Some(object) = OBJECTS.get_ptr_mut(source) {
+        // SAFETY: fields of a map value.
+        unsafe {
+            if (*object).born_ns == source_born {
+                if (*object).dups > 0 {
+                    (*object).dups -= 1;
+                }
+                return;
+            }
+        }
+    }
+    let key = orphan_key(source_born);
+    let Some(object) = OBJECTS.get_ptr_mut(key) else {
+        return;
+    };
+    // SAFETY: fields of a map value.
+    unsafe {
+        if (*object).dups > 1 {
+            (*object).dups -= 1;
+            return;
+        }
+    }
+    // SAFETY: a copy of a map value.
+    let copy = unsafe { *object };
+    let bytes = take_bytes(object);
+    let _ = OBJECTS.remove(key);
+    withdraw(generation, copy.tgid, copy.tenant, copy.gpu, bytes);
+}
+
+/// Counts a refusal and reports it, unless it is libcuda's immediate second try of the same allocation.
+///
+/// Returns whether it was a first try.
+#[inline(always)]
+pub fn refuse(thread: u64, event: &Event) -> bool {
+    let at_ns = now();
+    // SAFETY: values are replaced as a whole.
+    if let Some(last) = unsafe { REFUSALS.get(thread) }
+        && last.bytes == event.bytes
+        && at_ns.wrapping_sub(last.at_ns) < SECOND_TRY_NS
+    {
+        // The pair is complete: a third refusal is a new one.
+        let _ = REFUSALS.remove(thread);
+        return false;
+    }
+    let refusal = Refusal {
+        at_ns,
+        bytes: event.bytes,
+    };
+    let _ = REFUSALS.insert(thread, refusal, 0);
+    if let Some(usage) = usage(event.limited_by, event.gpu) {
+        // SAFETY: `usage` points to a map value.
+        Word::new(unsafe { &raw mut (*usage).denials }).add(1);
+    }
+    emit(event);
+    true
+}
+
+/// Counts and reports an allocation above a limit that nothing refused.
+#[inline(always)]
+pub fn breach(event: &Event) {
+    if let Some(usage) = usage(event.limited_by, event.gpu) {
+        // SAFETY: `usage` points to a map value.
+        Word::new(unsafe { &raw mut (*usage).breaches }).add(1);
+    }
+    emit(event);
+}

@@ -1,0 +1,160 @@
+//! Ledger operations on behalf of user space, run by `BPF_PROG_TEST_RUN`; see [`gpuquota_common::op`].
+//!
+//! A raw tracepoint program that is never attached: the one type that takes arguments from user space on
+//! every kernel since 5.10 and may use every map.
+
+use aya_ebpf::{macros::raw_tracepoint, programs::RawTracePointContext};
+use gpuquota_common::{
+    event::{self, Event},
+    map::{AccountKey, InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, ObjectKey, counter},
+    op::{self, result},
+};
+
+use crate::{
+    ledger::{self, Reserved},
+    maps::{IN_FLIGHT, OBJECTS, count, now, settings},
+};
+
+/// Runs the operation that the first word names.
+#[raw_tracepoint]
+pub fn ledger_op(ctx: RawTracePointContext) -> i32 {
+    let a: u64 = ctx.arg(1);
+    let b: u64 = ctx.arg(2);
+    let c: u64 = ctx.arg(3);
+    let d: u64 = ctx.arg(4);
+    let outcome = match ctx.arg::<u64>(0) {
+        op::ADMIT => admit(a, b as u32, c as u32, d, ctx.arg(5), ctx.arg::<u64>(6) as u32),
+        op::CANCEL => cancel(a),
+        op::RELEASE_OBJECT => release_object(a as u32, b as u32),
+        op::RELEASE_ACCOUNT => release_account(a as u32, b as u32, c as u32),
+        op::MOVE_OBJECT => move_object(a as u32, b as u32, c as u32, d as u32),
+        _ => result::INVALID,
+    };
+    outcome as i32
+}
+
+/// Reserves for a thread whose call waits at a supervisor.
+#[inline(always)]
+fn admit(thread: u64, tenant: u32, gpu: u32, bytes: u64, arg: u64, cmd: u32) -> u32 {
+    if tenant >= MAX_TENANTS || gpu >= MAX_GPUS {
+        return result::INVALID;
+    }
+    let generation = settings().generation;
+    // A supervisor that was replaced in mid-decision may have reserved before.
+    cancel(thread);
+    match ledger::reserve(generation, tenant, gpu, bytes, false) {
+        Reserved::Yes => {}
+        Reserved::No {
+            limited_by,
+            used,
+            limit,
+        } => {
+            let refusal = Event {
+                kind: event::kind::DENIED,
+                tenant,
+                gpu,
+                tgid: (thread >> 32) as u32,
+                limited_by,
+                bytes,
+                used,
+                limit,
+                at_ns: now(),
+                ..Event::default()
+            };
+            return if ledger::refuse(thread, &refusal) {
+                result::DENIED
+            } else {
+                result::DENIED_AGAIN
+            };
+        }
+    }
+    let flight = InFlight {
+        arg,
+        reserved: bytes,
+        wanted: bytes,
+        granted: 0,
+        cgroup: 0,
+        cmd,
+        call: 0,
+        tenant,
+        gpu,
+        client: 0,
+        parent: 0,
+        handle: 0,
+        class: 0,
+        source: ObjectKey {
+            client: 0,
+            handle: 0,
+        },
+        fd: 0,
+        admitted: 1,
+        limited_by: NO_TENANT,
+        granted_is_limit: 0,
+    };
+    if IN_FLIGHT.insert(thread, flight, 0).is_err() {
+        count(counter::INFLIGHT_FULL);
+        ledger::unreserve(generation, tenant, gpu, bytes);
+        return result::FULL;
+    }
+    result::OK
+}
+
+/// Takes an admission back whose call never came.
+#[inline(always)]
+fn cancel(thread: u64) -> u32 {
+    // SAFETY: the thread waits in its call; nobody else touches its entry.
+    let Some(flight) = (unsafe { IN_FLIGHT.get(thread) }).copied() else {
+        return result::NOT_FOUND;
+    };
+    let _ = IN_FLIGHT.remove(thread);
+    ledger::unreserve(
+        settings().generation,
+        flight.tenant,
+        flight.gpu,
+        flight.reserved,
+    );
+    result::OK
+}
+
+#[inline(always)]
+fn release_object(client: u32, handle: u32) -> u32 {
+    match ledger::release(settings().generation, ObjectKey { client, handle }) {
+        Some(_) => result::OK,
+        None => result::NOT_FOUND,
+    }
+}
+
+#[inline(always)]
+fn release_account(tgid: u32, tenant: u32, gpu: u32) -> u32 {
+    ledger::close_account(settings().generation, AccountKey::new(tgid, tenant, gpu));
+    result::OK
+}
+
+/// Moves an object and its charge: to a process that inherited it, or into a tenant that appeared later.
+///
+/// The charge follows even above the new tenant's limit: the memory is there already.
+#[inline(always)]
+fn move_object(client: u32, handle: u32, tgid: u32, tenant: u32) -> u32 {
+    let generation = settings().generation;
+    let Some(object) = OBJECTS.get_ptr_mut(ObjectKey { client, handle }) else {
+        return result::NOT_FOUND;
+    };
+    // SAFETY: a copy of a map value.
+    let before = unsafe { *object };
+    let bytes = ledger::take_bytes(object);
+    if bytes > 0 && before.gpu < MAX_GPUS {
+        ledger::withdraw(generation, before.tgid, before.tenant, before.gpu, bytes);
+        if tenant != NO_TENANT {
+            let _ = ledger::reserve(generation, tenant, before.gpu, bytes, true);
+        }
+        ledger::deposit(tgid, tenant, before.gpu, bytes);
+    }
+    // SAFETY: fields of a map value. A free at the same time finds zero bytes and releases nothing; the
+    // charge then stays in the account of the process and goes with it.
+    unsafe {
+        (*object).tgid = tgid;
+        (*object).tenant = tenant;
+        (*object).bytes = bytes;
+    }
+    result::OK
+}

@@ -1,0 +1,129 @@
+//! The maps, the counters and the way out for events.
+
+use aya_ebpf::{
+    helpers::bpf_ktime_get_ns,
+    macros::map,
+    maps::{Array, HashMap, LruHashMap, PerCpuArray, RingBuf},
+};
+use gpuquota_common::{
+    event::Event,
+    map::{
+        AccountKey, Budget, CELLS, Device, DeviceKey, HEARTBEAT_STALE_NS, InFlight, Leaf, MAX_GPUS,
+        MAX_TENANTS, Object, ObjectKey, Process, Refusal, Settings, TenantRow, Usage, banked,
+        counter, row,
+    },
+};
+
+/// Entries are allocated as they are needed (`BPF_F_NO_PREALLOC`): a large bound costs nothing.
+const NO_PREALLOC: u32 = 1;
+
+/// The daemon's settings.
+#[map]
+pub static SETTINGS: Array<Settings> = Array::with_max_entries(1, 0);
+/// Hierarchy of tenants, two banks.
+#[map]
+pub static TENANTS: Array<TenantRow> = Array::with_max_entries(2 * MAX_TENANTS, 0);
+/// Limits by tenant × GPU, two banks.
+#[map]
+pub static BUDGETS: Array<Budget> = Array::with_max_entries(2 * CELLS, 0);
+/// Usage by tenant × GPU.
+#[map]
+pub static USAGE: Array<Usage> = Array::with_max_entries(CELLS, 0);
+/// Root cgroup of a tenant, by cgroup id.
+#[map]
+pub static CGROUPS: HashMap<u64, u32> = HashMap::with_max_entries(16384, NO_PREALLOC);
+/// Answers for cgroups below a tenant's root, or outside of every tenant.
+#[map]
+pub static LEAVES: LruHashMap<u64, Leaf> = LruHashMap::with_max_entries(8192, 0);
+/// The driver's nodes.
+#[map]
+pub static DEVICES: HashMap<DeviceKey, Device> = HashMap::with_max_entries(64, 0);
+/// GPU index by the driver's device instance.
+#[map]
+pub static INSTANCES: Array<u32> = Array::with_max_entries(MAX_GPUS, 0);
+/// Driver objects. Never evicts: what does not fit is counted.
+#[map]
+pub static OBJECTS: HashMap<ObjectKey, Object> = HashMap::with_max_entries(1 << 20, NO_PREALLOC);
+/// Charged bytes by process, tenant and GPU.
+#[map]
+pub static ACCOUNTS: HashMap<AccountKey, u64> = HashMap::with_max_entries(65536, NO_PREALLOC);
+/// Processes that have spoken to the driver.
+#[map]
+pub static PROCESSES: HashMap<u32, Process> = HashMap::with_max_entries(65536, NO_PREALLOC);
+/// Calls between entry and exit, by thread.
+#[map]
+pub static IN_FLIGHT: HashMap<u64, InFlight> = HashMap::with_max_entries(16384, NO_PREALLOC);
+/// Last refusal, by thread. Losing an old one only means that a second try counts as a refusal.
+#[map]
+pub static REFUSALS: LruHashMap<u64, Refusal> = LruHashMap::with_max_entries(4096, 0);
+/// Events for the daemon.
+#[map]
+pub static EVENTS: RingBuf = RingBuf::with_byte_size(1 << 20, 0);
+/// What went wrong or was passed over, see [`counter`].
+#[map]
+pub static COUNTERS: PerCpuArray<u64> = PerCpuArray::with_max_entries(counter::COUNT, 0);
+
+/// Adds one to a counter.
+#[inline(always)]
+pub fn count(index: u32) {
+    if let Some(value) = COUNTERS.get_ptr_mut(index) {
+        // SAFETY: the slot is this CPU's own and the program is not preempted by itself.
+        unsafe { *value += 1 };
+    }
+}
+
+/// A copy of the settings; all zero (no policy, no daemon) before the daemon has written them.
+#[inline(always)]
+pub fn settings() -> Settings {
+    SETTINGS.get(0).copied().unwrap_or(Settings {
+        heartbeat_ns: 0,
+        generation: 0,
+        cgroup_epoch: 0,
+        daemon_tgid: 0,
+        gpus: 0,
+        reserved: 0,
+    })
+}
+
+/// Whether the daemon has shown lately that it lives.
+#[inline(always)]
+pub fn daemon_alive(settings: &Settings) -> bool {
+    now().wrapping_sub(settings.heartbeat_ns) < HEARTBEAT_STALE_NS
+}
+
+/// The tenant's row in the policy in force, retired ones too; `None` if there is none.
+#[inline(always)]
+pub fn tenant_row(generation: u64, tenant: u32) -> Option<TenantRow> {
+    if tenant >= MAX_TENANTS {
+        return None;
+    }
+    TENANTS
+        .get(banked(generation, tenant, MAX_TENANTS))
+        .copied()
+        .filter(|found| found.state != row::ABSENT)
+}
+
+/// The limits in force for a cell of the usage array.
+#[inline(always)]
+pub fn budget(generation: u64, cell: u32) -> Option<&'static Budget> {
+    BUDGETS.get(banked(generation, cell, CELLS))
+}
+
+/// `CLOCK_MONOTONIC` now (kernel 4.1).
+#[inline(always)]
+pub fn now() -> u64 {
+    // SAFETY: the helper has no arguments and no effects.
+    unsafe { bpf_ktime_get_ns() }
+}
+
+/// Sends an event, or counts it as lost (ring buffer: kernel 5.8).
+#[inline(always)]
+pub fn emit(event: &Event) {
+    match EVENTS.reserve::<Event>(0) {
+        Some(mut slot) => {
+            slot.write(*event);
+            slot.submit(0);
+        }
+        None => count(counter::EVENTS_LOST),
+    }
+}

@@ -1,0 +1,59 @@
+//! `raw_tracepoint/sched_process_exit`: a thread ends; with the last one, its process.
+
+use aya_ebpf::{macros::raw_tracepoint, programs::RawTracePointContext};
+use gpuquota_common::{
+    event,
+    map::{AccountKey, MAX_GPUS, NO_TENANT, process_flags},
+};
+
+use crate::{
+    ledger,
+    maps::{IN_FLIGHT, PROCESSES, daemon_alive, emit, settings},
+    task,
+};
+
+/// End of a thread.
+///
+/// Files are closed after this hook, so the driver still holds the memory. The daemon waits until they are
+/// gone and then releases what the process had; without a daemon it is released here, a little early.
+#[raw_tracepoint(tracepoint = "sched_process_exit")]
+pub fn process_exit(_ctx: RawTracePointContext) -> i32 {
+    let thread = task::pid_tgid();
+    let tgid = (thread >> 32) as u32;
+    let Some(process) = PROCESSES.get_ptr_mut(tgid) else {
+        return 0;
+    };
+    let settings = settings();
+    // SAFETY: the entry is this thread's own; it is copied before it is removed.
+    if let Some(flight) = (unsafe { IN_FLIGHT.get(thread) }).copied() {
+        let _ = IN_FLIGHT.remove(thread);
+        ledger::unreserve(
+            settings.generation,
+            flight.tenant,
+            flight.gpu,
+            flight.reserved,
+        );
+    }
+    if !task::is_last_thread() {
+        return 0;
+    }
+    let cgroup = task::cgroup();
+    let tenant = task::tenant(&settings, cgroup);
+    if daemon_alive(&settings) {
+        // SAFETY: the flag is only ever set.
+        unsafe { (*process).flags |= process_flags::EXITING };
+        emit(&task::process_event(
+            event::kind::PROCESS_EXIT,
+            tgid,
+            tenant,
+            cgroup,
+        ));
+        return 0;
+    }
+    for gpu in 0..MAX_GPUS {
+        ledger::close_account(settings.generation, AccountKey::new(tgid, tenant, gpu));
+        ledger::close_account(settings.generation, AccountKey::new(tgid, NO_TENANT, gpu));
+    }
+    let _ = PROCESSES.remove(tgid);
+    0
+}
