@@ -1,4 +1,6 @@
 //! The library behind `gpuquotad` and `gpuquotactl`.
 
+pub mod client;
 pub mod config;
 pub mod control;
+pub mod kernel;

@@ -4,10 +4,19 @@
 //! are plain data, serialise to the documented JSON of `gpuquotactl --json`, and carry bytes and
 //! microseconds, never formatted text.
 
+mod access;
+pub mod dbus;
+pub mod peer;
+mod polkit;
+mod transport;
+pub mod wire;
+
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use tokio::sync::broadcast;
+
+pub use self::dbus::{ServeError, Server, serve};
 
 /// The operations behind the D-Bus interface `org.gpuquota.Enforcer1.Manager`.
 ///
