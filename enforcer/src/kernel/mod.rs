@@ -1,0 +1,598 @@
+//! The kernel side as user space sees it: programs, maps, ledger operations, events.
+//!
+//! [`Kernel`] is the only place that touches BPF objects. It outlives the daemon: maps and links are pinned
+//! under the BPF file system, so a restart finds the ledger as it was and nobody runs unobserved meanwhile.
+
+mod offsets;
+mod pins;
+mod tracefs;
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use aya::{
+    Ebpf, EbpfLoader, RawTracePointRunOptions, TestRun as _,
+    maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, RingBuf},
+    programs::{
+        ProgramError, RawTracePoint, TracePoint,
+        links::{FdLink, LinkError, PinnedLink},
+    },
+};
+use gpuquota_common::{
+    map::{
+        AccountKey, Budget, CELLS, Device, DeviceKey, InFlight, MAX_TENANTS, Object, ObjectKey,
+        Process, Settings, TenantRow, Usage, banked, cell, counter,
+    },
+    op,
+};
+
+pub use offsets::OffsetError;
+pub use pins::PinDir;
+pub use tracefs::TracefsError;
+
+/// The programs, embedded.
+static OBJECT: &[u8] =
+    aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/gpuquota-ebpf"));
+
+/// Maps that live on across restarts.
+const PINNED_MAPS: &[&str] = &[
+    "SETTINGS", "TENANTS", "BUDGETS", "USAGE", "CGROUPS", "DEVICES", "INSTANCES", "OBJECTS",
+    "ACCOUNTS", "PROCESSES", "IN_FLIGHT", "COUNTERS", "EVENTS",
+];
+
+/// A hook that the observer needs.
+#[derive(Clone, Copy, Debug)]
+pub enum Hook {
+    /// A tracepoint, by group and name.
+    Tracepoint(&'static str, &'static str),
+    /// A tracepoint without its record.
+    Raw(&'static str),
+}
+
+/// Programs and where they go, in the order of attachment: calls are settled before they are counted.
+pub const HOOKS: &[(&str, Hook)] = &[
+    ("process_exit", Hook::Raw("sched_process_exit")),
+    ("process_fork", Hook::Raw("sched_process_fork")),
+    ("process_exec", Hook::Raw("sched_process_exec")),
+    ("cgroup_mkdir", Hook::Tracepoint("cgroup", "cgroup_mkdir")),
+    ("cgroup_rmdir", Hook::Tracepoint("cgroup", "cgroup_rmdir")),
+    ("ioctl_exit", Hook::Tracepoint("syscalls", "sys_exit_ioctl")),
+    ("ioctl_enter", Hook::Tracepoint("syscalls", "sys_enter_ioctl")),
+];
+
+/// What can go wrong with the kernel side.
+#[derive(Debug, thiserror::Error)]
+pub enum KernelError {
+    /// The object does not load.
+    #[error("the eBPF object does not load: {0}")]
+    Load(#[from] aya::EbpfError),
+    /// A program is refused.
+    #[error("program {program}: {source}")]
+    Program {
+        /// Its name.
+        program: &'static str,
+        /// Why.
+        source: ProgramError,
+    },
+    /// A link cannot be kept.
+    #[error("link of program {program}: {source}")]
+    Link {
+        /// Name of the program.
+        program: &'static str,
+        /// Why.
+        source: LinkError,
+    },
+    /// A pin cannot be made or replaced.
+    #[error("pin {path}: {source}")]
+    Pin {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A map operation fails.
+    #[error("map {map}: {source}")]
+    Map {
+        /// Which map.
+        map: &'static str,
+        /// Why.
+        source: MapError,
+    },
+    /// The object lacks something that this version of the daemon expects.
+    #[error("the eBPF object has no {0}")]
+    Missing(&'static str),
+    /// A layout of the running kernel cannot be found.
+    #[error(transparent)]
+    Offsets(#[from] OffsetError),
+    /// A tracepoint's record is not as expected.
+    #[error(transparent)]
+    Tracefs(#[from] TracefsError),
+    /// A ledger operation did not do what it should.
+    #[error("ledger operation {operation} answered {answer}")]
+    Operation {
+        /// Its number.
+        operation: u64,
+        /// What it answered.
+        answer: u32,
+    },
+}
+
+/// Answer to a request for admission.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admission {
+    /// Reserved: the call may go on.
+    Granted,
+    /// A budget is in the way.
+    Refused,
+}
+
+/// Programs and maps.
+pub struct Kernel {
+    ebpf: Mutex<Ebpf>,
+    /// Links that are not pinned, because there is no BPF file system; dropped with the daemon.
+    _links: Vec<FdLink>,
+    settings: Mutex<Array<MapData, Settings>>,
+    tenants: Mutex<Array<MapData, TenantRow>>,
+    budgets: Mutex<Array<MapData, Budget>>,
+    cgroups: Mutex<HashMap<MapData, u64, u32>>,
+    devices: Mutex<HashMap<MapData, DeviceKey, Device>>,
+    instances: Mutex<Array<MapData, u32>>,
+    processes: Mutex<HashMap<MapData, u32, Process>>,
+    usage: Array<MapData, Usage>,
+    objects: HashMap<MapData, ObjectKey, Object>,
+    accounts: HashMap<MapData, AccountKey, u64>,
+    in_flight: HashMap<MapData, u64, InFlight>,
+    counters: PerCpuArray<MapData, u64>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic in another thread leaves maps as they are; they hold no half-made state of ours.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn map_error(map: &'static str) -> impl Fn(MapError) -> KernelError {
+    move |source| KernelError::Map { map, source }
+}
+
+impl Kernel {
+    /// Loads the programs, takes over the pinned ledger if there is one, and attaches every hook.
+    ///
+    /// `pins` is `None` on a host without a BPF file system: everything then ends with the daemon.
+    /// Returns the kernel side and the ring of events.
+    pub fn attach(pins: Option<&PinDir>) -> Result<(Self, RingBuf<MapData>), KernelError> {
+        tracefs::check_records()?;
+        let offsets = offsets::lookup(Path::new("/sys/kernel/btf/vmlinux"))?;
+        let mut loader = EbpfLoader::new();
+        for (name, offset) in &offsets {
+            loader.override_global(name, offset, true);
+        }
+        if let Some(pins) = pins {
+            for map in PINNED_MAPS {
+                loader.map_pin_path(map, pins.map(map));
+            }
+        }
+        let mut ebpf = loader.load(OBJECT)?;
+        load(&mut ebpf)?;
+        let kernel_maps = Maps::take(&mut ebpf)?;
+        let links = attach_hooks(&mut ebpf, pins)?;
+        let Maps {
+            settings,
+            tenants,
+            budgets,
+            cgroups,
+            devices,
+            instances,
+            processes,
+            usage,
+            objects,
+            accounts,
+            in_flight,
+            counters,
+            events,
+        } = kernel_maps;
+        let kernel = Self {
+            ebpf: Mutex::new(ebpf),
+            _links: links,
+            settings: Mutex::new(settings),
+            tenants: Mutex::new(tenants),
+            budgets: Mutex::new(budgets),
+            cgroups: Mutex::new(cgroups),
+            devices: Mutex::new(devices),
+            instances: Mutex::new(instances),
+            processes: Mutex::new(processes),
+            usage,
+            objects,
+            accounts,
+            in_flight,
+            counters,
+        };
+        Ok((kernel, events))
+    }
+
+    /// The settings as the programs see them.
+    pub fn settings(&self) -> Result<Settings, KernelError> {
+        lock(&self.settings)
+            .get(&0, 0)
+            .map_err(map_error("SETTINGS"))
+    }
+
+    /// Changes the settings; the daemon is their only writer.
+    pub fn update_settings(&self, change: impl FnOnce(&mut Settings)) -> Result<(), KernelError> {
+        let mut map = lock(&self.settings);
+        let mut settings = map.get(&0, 0).map_err(map_error("SETTINGS"))?;
+        change(&mut settings);
+        map.set(0, settings, 0).map_err(map_error("SETTINGS"))
+    }
+
+    /// Writes a tenant's row into the bank of `generation`.
+    pub fn set_tenant(
+        &self,
+        generation: u64,
+        tenant: u32,
+        row: TenantRow,
+    ) -> Result<(), KernelError> {
+        lock(&self.tenants)
+            .set(banked(generation, tenant, MAX_TENANTS), row, 0)
+            .map_err(map_error("TENANTS"))
+    }
+
+    /// Reads a tenant's row from the bank of `generation`.
+    pub fn tenant(&self, generation: u64, tenant: u32) -> Result<TenantRow, KernelError> {
+        lock(&self.tenants)
+            .get(&banked(generation, tenant, MAX_TENANTS), 0)
+            .map_err(map_error("TENANTS"))
+    }
+
+    /// Writes limits into the bank of `generation`.
+    pub fn set_budget(
+        &self,
+        generation: u64,
+        tenant: u32,
+        gpu: u32,
+        budget: Budget,
+    ) -> Result<(), KernelError> {
+        lock(&self.budgets)
+            .set(banked(generation, cell(tenant, gpu), CELLS), budget, 0)
+            .map_err(map_error("BUDGETS"))
+    }
+
+    /// What a tenant uses on a GPU.
+    pub fn usage(&self, tenant: u32, gpu: u32) -> Result<Usage, KernelError> {
+        self.usage
+            .get(&cell(tenant, gpu), 0)
+            .map_err(map_error("USAGE"))
+    }
+
+    /// The cgroups that are tenants' roots: id and tenant.
+    pub fn cgroups(&self) -> Result<Vec<(u64, u32)>, KernelError> {
+        lock(&self.cgroups)
+            .iter()
+            .collect::<Result<_, _>>()
+            .map_err(map_error("CGROUPS"))
+    }
+
+    /// Makes a cgroup the root of a tenant, or of none, and drops cached answers.
+    pub fn set_cgroup(&self, cgroup: u64, tenant: Option<u32>) -> Result<(), KernelError> {
+        {
+            let mut map = lock(&self.cgroups);
+            match tenant {
+                Some(tenant) => map.insert(cgroup, tenant, 0),
+                None => match map.remove(&cgroup) {
+                    Err(MapError::KeyNotFound) => Ok(()),
+                    other => other,
+                },
+            }
+            .map_err(map_error("CGROUPS"))?;
+        }
+        self.update_settings(|settings| {
+            settings.cgroup_epoch = settings.cgroup_epoch.wrapping_add(1);
+        })
+    }
+
+    /// Replaces the known devices.
+    pub fn set_devices(&self, devices: &[(DeviceKey, Device)]) -> Result<(), KernelError> {
+        let mut map = lock(&self.devices);
+        let known: Vec<DeviceKey> = map
+            .keys()
+            .collect::<Result<_, _>>()
+            .map_err(map_error("DEVICES"))?;
+        for key in known {
+            if !devices.iter().any(|(wanted, _)| *wanted == key) {
+                map.remove(&key).map_err(map_error("DEVICES"))?;
+            }
+        }
+        for (key, device) in devices {
+            map.insert(key, device, 0).map_err(map_error("DEVICES"))?;
+        }
+        Ok(())
+    }
+
+    /// Says which GPU the driver's device instance is.
+    pub fn set_instance(&self, instance: u32, gpu: u32) -> Result<(), KernelError> {
+        lock(&self.instances)
+            .set(instance, gpu, 0)
+            .map_err(map_error("INSTANCES"))
+    }
+
+    /// All objects of the ledger.
+    ///
+    /// Not a snapshot: objects that come and go meanwhile may be missed or seen.
+    pub fn objects(&self) -> impl Iterator<Item = (ObjectKey, Object)> + '_ {
+        self.objects.iter().filter_map(Result::ok)
+    }
+
+    /// One object.
+    pub fn object(&self, key: ObjectKey) -> Option<Object> {
+        self.objects.get(&key, 0).ok()
+    }
+
+    /// All accounts: charged bytes by process, tenant and GPU.
+    pub fn accounts(&self) -> impl Iterator<Item = (AccountKey, u64)> + '_ {
+        self.accounts.iter().filter_map(Result::ok)
+    }
+
+    /// Processes that have spoken to the driver or inherited from one that has.
+    pub fn processes(&self) -> Vec<(u32, Process)> {
+        lock(&self.processes).iter().filter_map(Result::ok).collect()
+    }
+
+    /// One process.
+    pub fn process(&self, tgid: u32) -> Option<Process> {
+        lock(&self.processes).get(&tgid, 0).ok()
+    }
+
+    /// Forgets a process. Its accounts are closed separately.
+    pub fn forget_process(&self, tgid: u32) -> Result<(), KernelError> {
+        match lock(&self.processes).remove(&tgid) {
+            Ok(()) | Err(MapError::KeyNotFound) => Ok(()),
+            Err(source) => Err(map_error("PROCESSES")(source)),
+        }
+    }
+
+    /// Calls between entry and exit, by thread.
+    pub fn in_flight(&self) -> impl Iterator<Item = (u64, InFlight)> + '_ {
+        self.in_flight.iter().filter_map(Result::ok)
+    }
+
+    /// The counters, summed over CPUs; see [`counter`].
+    pub fn counters(&self) -> Result<[u64; counter::COUNT as usize], KernelError> {
+        let mut sums = [0; counter::COUNT as usize];
+        for (index, sum) in (0..counter::COUNT).zip(&mut sums) {
+            *sum = self
+                .counters
+                .get(&index, 0)
+                .map_err(map_error("COUNTERS"))?
+                .iter()
+                .sum();
+        }
+        Ok(sums)
+    }
+
+    /// Reserves `bytes` for a thread whose driver call waits for a decision.
+    pub fn admit(&self, request: AdmissionRequest) -> Result<Admission, KernelError> {
+        let AdmissionRequest {
+            pid_tgid,
+            tenant,
+            gpu,
+            bytes,
+            arg,
+            cmd,
+        } = request;
+        let answer = self.operation(&[
+            op::ADMIT,
+            pid_tgid,
+            u64::from(tenant),
+            u64::from(gpu),
+            bytes,
+            arg,
+            u64::from(cmd),
+        ])?;
+        match answer {
+            op::result::OK => Ok(Admission::Granted),
+            op::result::DENIED | op::result::DENIED_AGAIN => Ok(Admission::Refused),
+            answer => Err(KernelError::Operation {
+                operation: op::ADMIT,
+                answer,
+            }),
+        }
+    }
+
+    /// Undoes an admission whose call never came.
+    pub fn cancel(&self, pid_tgid: u64) -> Result<(), KernelError> {
+        self.operation(&[op::CANCEL, pid_tgid]).map(drop)
+    }
+
+    /// Releases an object; one that is gone already is fine.
+    pub fn release_object(&self, key: ObjectKey) -> Result<(), KernelError> {
+        self.operation(&[
+            op::RELEASE_OBJECT,
+            u64::from(key.client),
+            u64::from(key.handle),
+        ])
+        .map(drop)
+    }
+
+    /// Releases what is left of an account.
+    pub fn release_account(&self, key: AccountKey) -> Result<(), KernelError> {
+        self.operation(&[
+            op::RELEASE_ACCOUNT,
+            u64::from(key.tgid),
+            u64::from(key.tenant),
+            u64::from(key.gpu),
+        ])
+        .map(drop)
+    }
+
+    /// Moves an object and its charge to another process and tenant.
+    pub fn move_object(&self, key: ObjectKey, tgid: u32, tenant: u32) -> Result<(), KernelError> {
+        self.operation(&[
+            op::MOVE_OBJECT,
+            u64::from(key.client),
+            u64::from(key.handle),
+            u64::from(tgid),
+            u64::from(tenant),
+        ])
+        .map(drop)
+    }
+
+    fn operation(&self, words: &[u64]) -> Result<u32, KernelError> {
+        let mut options = RawTracePointRunOptions::new();
+        options.args[..words.len()].copy_from_slice(words);
+        let ebpf = lock(&self.ebpf);
+        let program: &RawTracePoint = ebpf
+            .program("ledger_op")
+            .ok_or(KernelError::Missing("program ledger_op"))?
+            .try_into()
+            .map_err(program_error("ledger_op"))?;
+        program
+            .test_run(options)
+            .map(|result| result.return_value)
+            .map_err(program_error("ledger_op"))
+    }
+}
+
+/// What a deny backend asks the ledger.
+#[derive(Clone, Copy, Debug)]
+pub struct AdmissionRequest {
+    /// Thread in the low half, process in the high half.
+    pub pid_tgid: u64,
+    /// Tenant that pays.
+    pub tenant: u32,
+    /// GPU.
+    pub gpu: u32,
+    /// Bytes.
+    pub bytes: u64,
+    /// Argument of the call, after unwrapping: by it the entry hook knows the call again.
+    pub arg: u64,
+    /// Escape number and size, `nr | size << 16`.
+    pub cmd: u32,
+}
+
+fn program_error(program: &'static str) -> impl Fn(ProgramError) -> KernelError {
+    move |source| KernelError::Program { program, source }
+}
+
+/// The maps, taken out of the object.
+struct Maps {
+    settings: Array<MapData, Settings>,
+    tenants: Array<MapData, TenantRow>,
+    budgets: Array<MapData, Budget>,
+    cgroups: HashMap<MapData, u64, u32>,
+    devices: HashMap<MapData, DeviceKey, Device>,
+    instances: Array<MapData, u32>,
+    processes: HashMap<MapData, u32, Process>,
+    usage: Array<MapData, Usage>,
+    objects: HashMap<MapData, ObjectKey, Object>,
+    accounts: HashMap<MapData, AccountKey, u64>,
+    in_flight: HashMap<MapData, u64, InFlight>,
+    counters: PerCpuArray<MapData, u64>,
+    events: RingBuf<MapData>,
+}
+
+impl Maps {
+    fn take(ebpf: &mut Ebpf) -> Result<Self, KernelError> {
+        Ok(Self {
+            settings: take(ebpf, "SETTINGS")?,
+            tenants: take(ebpf, "TENANTS")?,
+            budgets: take(ebpf, "BUDGETS")?,
+            cgroups: take(ebpf, "CGROUPS")?,
+            devices: take(ebpf, "DEVICES")?,
+            instances: take(ebpf, "INSTANCES")?,
+            processes: take(ebpf, "PROCESSES")?,
+            usage: take(ebpf, "USAGE")?,
+            objects: take(ebpf, "OBJECTS")?,
+            accounts: take(ebpf, "ACCOUNTS")?,
+            in_flight: take(ebpf, "IN_FLIGHT")?,
+            counters: take(ebpf, "COUNTERS")?,
+            events: take(ebpf, "EVENTS")?,
+        })
+    }
+}
+
+fn take<M: TryFrom<Map, Error = MapError>>(
+    ebpf: &mut Ebpf,
+    name: &'static str,
+) -> Result<M, KernelError> {
+    ebpf.take_map(name)
+        .ok_or(KernelError::Missing(name))?
+        .try_into()
+        .map_err(map_error(name))
+}
+
+/// Loads every program, so that a kernel that refuses one refuses before anything is attached.
+fn load(ebpf: &mut Ebpf) -> Result<(), KernelError> {
+    for (name, hook) in HOOKS {
+        match hook {
+            Hook::Tracepoint(..) => program::<TracePoint>(ebpf, name)?
+                .load()
+                .map_err(program_error(name))?,
+            Hook::Raw(_) => program::<RawTracePoint>(ebpf, name)?
+                .load()
+                .map_err(program_error(name))?,
+        }
+    }
+    program::<RawTracePoint>(ebpf, "ledger_op")?
+        .load()
+        .map_err(program_error("ledger_op"))
+}
+
+fn program<'a, P>(ebpf: &'a mut Ebpf, name: &'static str) -> Result<&'a mut P, KernelError>
+where
+    &'a mut P: TryFrom<&'a mut aya::programs::Program, Error = ProgramError>,
+{
+    ebpf.program_mut(name)
+        .ok_or(KernelError::Missing(name))?
+        .try_into()
+        .map_err(program_error(name))
+}
+
+/// Attaches the new programs first and drops the old daemon's links after: no call goes unobserved, and the
+/// hooks do not mind to run twice for one.
+fn attach_hooks(ebpf: &mut Ebpf, pins: Option<&PinDir>) -> Result<Vec<FdLink>, KernelError> {
+    let mut links = Vec::new();
+    for (name, hook) in HOOKS {
+        let link: FdLink = match hook {
+            Hook::Tracepoint(group, event) => {
+                let program: &mut TracePoint = program(ebpf, name)?;
+                let id = program.attach(group, event).map_err(program_error(name))?;
+                program
+                    .take_link(id)
+                    .map_err(program_error(name))?
+                    .try_into()
+                    .map_err(|source| KernelError::Link {
+                        program: name,
+                        source,
+                    })?
+            }
+            Hook::Raw(event) => {
+                let program: &mut RawTracePoint = program(ebpf, name)?;
+                let id = program.attach(event).map_err(program_error(name))?;
+                program.take_link(id).map_err(program_error(name))?.into()
+            }
+        };
+        links.push((*name, link));
+    }
+    let Some(pins) = pins else {
+        return Ok(links.into_iter().map(|(_, link)| link).collect());
+    };
+    for (name, link) in links {
+        replace_pin(&pins.link(name), link)?;
+    }
+    Ok(Vec::new())
+}
+
+/// Puts a link in the place of an older one.
+fn replace_pin(path: &Path, link: FdLink) -> Result<(), KernelError> {
+    let pin_error = |source| KernelError::Pin {
+        path: path.to_owned(),
+        source,
+    };
+    if let Ok(old) = PinnedLink::from_pin(path) {
+        drop(old.unpin().map_err(pin_error)?);
+    }
+    link.pin(path)
+        .map(drop)
+        .map_err(|source| pin_error(std::io::Error::other(source)))
+}

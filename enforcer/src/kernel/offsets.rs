@@ -1,0 +1,113 @@
+//! Offsets of kernel structure fields, from the running kernel's BTF.
+
+use std::path::Path;
+
+use btf_rs::{Backend, Btf, BtfType, Struct, Type};
+
+/// Globals of the programs and the fields that they stand for.
+const FIELDS: &[(&str, &str, &str)] = &[
+    ("OFF_TASK_FILES", "task_struct", "files"),
+    ("OFF_TASK_LEADER", "task_struct", "group_leader"),
+    ("OFF_TASK_START", "task_struct", "start_boottime"),
+    ("OFF_TASK_SIGNAL", "task_struct", "signal"),
+    ("OFF_TASK_TGID", "task_struct", "tgid"),
+    ("OFF_SIGNAL_LIVE", "signal_struct", "live"),
+    ("OFF_FILES_FDT", "files_struct", "fdt"),
+    ("OFF_FDT_FD", "fdtable", "fd"),
+    ("OFF_FDT_MAX", "fdtable", "max_fds"),
+    ("OFF_FILE_INODE", "file", "f_inode"),
+    ("OFF_INODE_RDEV", "inode", "i_rdev"),
+    ("OFF_INODE_INO", "inode", "i_ino"),
+    ("OFF_INODE_SB", "inode", "i_sb"),
+    ("OFF_SB_DEV", "super_block", "s_dev"),
+];
+
+/// Why an offset is not to be had.
+#[derive(Debug, thiserror::Error)]
+pub enum OffsetError {
+    /// The kernel offers no BTF.
+    #[error("{path}: {reason}; the kernel must be built with CONFIG_DEBUG_INFO_BTF")]
+    NoBtf {
+        /// Where it was looked for.
+        path: String,
+        /// Why it cannot be read.
+        reason: String,
+    },
+    /// BTF has no such structure or field.
+    #[error("this kernel's BTF has no {structure}.{field}")]
+    NoField {
+        /// The structure.
+        structure: &'static str,
+        /// The field.
+        field: &'static str,
+    },
+}
+
+/// The offset, in bytes, behind every global that the programs leave open.
+pub(super) fn lookup(path: &Path) -> Result<Vec<(&'static str, u32)>, OffsetError> {
+    let no_btf = |reason: String| OffsetError::NoBtf {
+        path: path.display().to_string(),
+        reason,
+    };
+    // sysfs allows no mapping of this file on every kernel; a parsed copy is the fallback.
+    let btf = Btf::from_file_with_backend(path, Backend::Mmap)
+        .or_else(|_| Btf::from_file(path))
+        .map_err(|error| no_btf(error.to_string()))?;
+    FIELDS
+        .iter()
+        .map(|&(global, structure, field)| {
+            offset_of(&btf, structure, field)
+                .map(|offset| (global, offset))
+                .ok_or(OffsetError::NoField { structure, field })
+        })
+        .collect()
+}
+
+fn offset_of(btf: &Btf, structure: &str, field: &str) -> Option<u32> {
+    btf.resolve_types_by_name(structure)
+        .ok()?
+        .into_iter()
+        .find_map(|found| match found {
+            Type::Struct(found) => member_offset(btf, &found, field),
+            _ => None,
+        })
+}
+
+/// Fields may sit in unnamed structures and unions: randomised layouts and unions are written so.
+fn member_offset(btf: &Btf, outer: &Struct, field: &str) -> Option<u32> {
+    outer.members.iter().find_map(|member| {
+        let at = member.bit_offset() / 8;
+        let name = btf.resolve_name(member).unwrap_or_default();
+        if name == field {
+            return Some(at);
+        }
+        if !name.is_empty() {
+            return None;
+        }
+        match btf.resolve_chained_type(member as &dyn BtfType).ok()? {
+            Type::Struct(inner) | Type::Union(inner) => {
+                member_offset(btf, &inner, field).map(|inner| at + inner)
+            }
+            _ => None,
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_running_kernel_has_every_field() {
+        let path = Path::new("/sys/kernel/btf/vmlinux");
+        let offsets = lookup(path).expect("BTF of the running kernel");
+        assert_eq!(offsets.len(), FIELDS.len());
+        assert!(offsets.iter().all(|(_, offset)| *offset < 1 << 16));
+    }
+
+    #[test]
+    fn a_kernel_without_btf_is_named() {
+        let error = lookup(Path::new("/nonexistent")).expect_err("no such file");
+        assert!(error.to_string().contains("CONFIG_DEBUG_INFO_BTF"));
+    }
+}
