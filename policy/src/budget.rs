@@ -1,0 +1,340 @@
+//! What holds for one tenant on one GPU.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::builtin::{self, BURST_NANOS, LEAST_BURST};
+use crate::gpu::{GpuSelector, HostGpu};
+use crate::limits::{Key, Limits};
+use crate::policy::{Class, Policy, Tenant};
+use crate::source::{Origin, Spanned};
+use crate::values::{
+    GraphCost, Limit, Managed, OnBreach, OnHigh, OnLaunchMax, OnMemoryMax, Pace, Percent, Rate,
+    Size,
+};
+
+/// Everything that holds for one tenant on one GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Budget {
+    /// The tenant's class.
+    pub class: String,
+    /// The priority of the class; larger wins.
+    pub priority: u32,
+    /// Whether lower classes are frozen while a tenant of this class is active.
+    pub exclusive: bool,
+    /// Memory.
+    pub memory: MemoryBudget,
+    /// Kernel and graph launches.
+    pub launch: LaunchBudget,
+    /// GPU time.
+    pub time: TimeBudget,
+}
+
+/// Memory of one tenant on one GPU, in bytes. None is no limit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemoryBudget {
+    /// Hard limit.
+    pub max: Option<u64>,
+    /// Soft limit.
+    pub high: Option<u64>,
+    /// Reservation, 0 for none.
+    pub min: u64,
+    /// What happens above `max`.
+    pub on_max: OnMemoryMax,
+    /// What happens when `high` is crossed.
+    pub on_high: OnHigh,
+    /// How long an allocation waits when `on_max` is [`OnMemoryMax::Wait`].
+    pub wait_timeout: Duration,
+    /// What happens to managed memory.
+    pub managed: Managed,
+    /// Whether the driver's own memory for a process is charged.
+    pub context: bool,
+    /// Limit of pinned host memory.
+    pub host: Option<u64>,
+    /// What happens when memory was obtained although it was refused.
+    pub on_breach: OnBreach,
+}
+
+/// Launches of one tenant on one GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LaunchBudget {
+    /// Highest rate, None for no limit.
+    pub max: Option<Rate>,
+    /// Launches that may come at once after a pause. Means nothing without `max`.
+    pub burst: u32,
+    /// What happens to launches above `max`.
+    pub on_max: OnLaunchMax,
+    /// How long a process has to end when `on_max` is [`OnLaunchMax::Deny`].
+    pub patience: Duration,
+    /// How launches are delayed.
+    pub pace: Pace,
+    /// What the launch of a graph costs.
+    pub graph_cost: GraphCost,
+}
+
+/// GPU time of one tenant on one GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TimeBudget {
+    /// Share relative to other tenants, 1 to 10000.
+    pub weight: u32,
+    /// Ceiling even on an idle GPU, None for no limit.
+    pub max: Option<Percent>,
+    /// How long an exclusive class may keep this tenant from running.
+    pub starve_max: Duration,
+    /// Latency under which best-effort tenants are squeezed, None for no target.
+    pub latency_target: Option<Duration>,
+}
+
+/// What gave a value its effect, weakest first.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Level {
+    /// No file and no class says anything.
+    BuiltIn,
+    /// The built-in class of this name.
+    BuiltInClass(String),
+    /// The class of this name.
+    Class(String),
+    /// The class of this name, for this GPU.
+    ClassGpu(String, GpuSelector),
+    /// The tenant.
+    Tenant,
+    /// The tenant, for this GPU.
+    TenantGpu(GpuSelector),
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::BuiltIn => f.write_str("default"),
+            Self::BuiltInClass(name) => write!(f, "built-in class {name}"),
+            Self::Class(name) => write!(f, "class {name}"),
+            Self::ClassGpu(name, gpu) => write!(f, "class {name}, GPU {gpu}"),
+            Self::Tenant => f.write_str("tenant"),
+            Self::TenantGpu(gpu) => write!(f, "tenant, GPU {gpu}"),
+        }
+    }
+}
+
+/// One line of [`Policy::explain`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExplainedValue {
+    /// The key: `cgroup`, `class`, `priority`, `exclusive` or the name of a limit.
+    pub key: &'static str,
+    /// The value, without quotes.
+    pub value: String,
+    /// What gave it.
+    pub level: Level,
+    /// Where it stands. None for what is built in.
+    pub origin: Option<Origin>,
+}
+
+impl fmt::Display for ExplainedValue {
+    /// `memory.max = 40GiB (tenant, /etc/gpuquota/policy.d/50-teams.toml:3:14)`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} = {} ({}", self.key, self.value, self.level)?;
+        if let Some(origin) = &self.origin {
+            write!(f, ", {origin}")?;
+        }
+        f.write_str(")")
+    }
+}
+
+/// The limits that play a part for one tenant and GPU, strongest first.
+pub(crate) struct Layers<'a>(Vec<(Level, &'a Limits)>);
+
+impl<'a> Layers<'a> {
+    /// Of a tenant, where `selectors` name the GPU, most specific first.
+    pub(crate) fn of_tenant(
+        policy: &'a Policy,
+        tenant: &'a Tenant,
+        selectors: &[GpuSelector],
+    ) -> Self {
+        let mut layers: Vec<(Level, &Limits)> = selectors
+            .iter()
+            .filter_map(|selector| {
+                tenant
+                    .gpu
+                    .get(selector)
+                    .map(|limits| (Level::TenantGpu(selector.clone()), limits))
+            })
+            .collect();
+        layers.push((Level::Tenant, &tenant.limits));
+        Self(layers).with_class(policy, tenant.class_name(), selectors)
+    }
+
+    /// Of a class without a tenant.
+    pub(crate) fn of_class(policy: &'a Policy, class: &str, selectors: &[GpuSelector]) -> Self {
+        Self(Vec::new()).with_class(policy, class, selectors)
+    }
+
+    fn with_class(mut self, policy: &'a Policy, name: &str, selectors: &[GpuSelector]) -> Self {
+        let (own, builtin) = policy.class_layers(name);
+        let level = |class: &Class| {
+            if class.origin.is_builtin() {
+                Level::BuiltInClass(name.to_owned())
+            } else {
+                Level::Class(name.to_owned())
+            }
+        };
+        for class in own.into_iter().chain(builtin) {
+            for selector in selectors {
+                if let Some(limits) = class.gpu.get(selector) {
+                    self.0
+                        .push((Level::ClassGpu(name.to_owned(), selector.clone()), limits));
+                }
+            }
+            self.0.push((level(class), &class.limits));
+        }
+        self.0.push((Level::BuiltIn, builtin::defaults()));
+        self
+    }
+
+    /// The value that holds.
+    pub(crate) fn first<T>(
+        &self,
+        field: impl Fn(&'a Limits) -> &'a Option<Spanned<T>>,
+    ) -> Option<&'a Spanned<T>> {
+        self.0.iter().find_map(|(_, limits)| field(limits).as_ref())
+    }
+
+    /// The plain value that holds.
+    fn value<T: Copy + 'a>(&self, field: impl Fn(&'a Limits) -> &'a Option<Spanned<T>>) -> T {
+        self.first(field)
+            .map(|spanned| spanned.value)
+            .expect("the built-in defaults have every key but launch.burst")
+    }
+
+    fn text(&self, key: Key) -> Option<(Level, String, Origin)> {
+        self.0.iter().find_map(|(level, limits)| {
+            limits
+                .get(key)
+                .map(|(text, origin)| (level.clone(), text, origin.clone()))
+        })
+    }
+
+    fn launch_burst(&self) -> u32 {
+        self.first(|limits| &limits.launch_burst).map_or_else(
+            || {
+                let rate = self.value(|limits| &limits.launch_max).get();
+                let events = rate.map_or(0, |rate| rate.events_in(BURST_NANOS));
+                u32::try_from(events).unwrap_or(u32::MAX).max(LEAST_BURST)
+            },
+            |burst| burst.value,
+        )
+    }
+}
+
+impl Policy {
+    /// Everything that holds for a tenant on a GPU. None if there is no such tenant.
+    ///
+    /// For each key the first of these that has it counts: the tenant's table for the GPU's UUID, for its index, for `"*"`; the
+    /// tenant; the same four of its class; the built-in class of that name; the built-in default.
+    pub fn effective(&self, tenant: &str, gpu: &HostGpu) -> Option<Budget> {
+        let tenant = self.tenants.get(tenant)?;
+        let layers = Layers::of_tenant(self, tenant, &GpuSelector::of(gpu));
+        let bytes = |limit: Limit<Size>| limit.get().map(|size| size.0);
+        Some(Budget {
+            class: tenant.class_name().to_owned(),
+            priority: self.class_priority(tenant.class_name()),
+            exclusive: self.class_exclusive(tenant.class_name()),
+            memory: MemoryBudget {
+                max: bytes(layers.value(|limits| &limits.memory_max)),
+                high: bytes(layers.value(|limits| &limits.memory_high)),
+                min: layers.value(|limits| &limits.memory_min).0,
+                on_max: layers.value(|limits| &limits.memory_on_max),
+                on_high: layers.value(|limits| &limits.memory_on_high),
+                wait_timeout: layers.value(|limits| &limits.memory_wait_timeout),
+                managed: layers.value(|limits| &limits.memory_managed),
+                context: layers.value(|limits| &limits.memory_context),
+                host: bytes(layers.value(|limits| &limits.memory_host)),
+                on_breach: layers.value(|limits| &limits.memory_on_breach),
+            },
+            launch: LaunchBudget {
+                max: layers.value(|limits| &limits.launch_max).get(),
+                burst: layers.launch_burst(),
+                on_max: layers.value(|limits| &limits.launch_on_max),
+                patience: layers.value(|limits| &limits.launch_patience),
+                pace: layers.value(|limits| &limits.launch_pace),
+                graph_cost: layers.value(|limits| &limits.launch_graph_cost),
+            },
+            time: TimeBudget {
+                weight: layers.value(|limits| &limits.time_weight).get(),
+                max: layers.value(|limits| &limits.time_max).get(),
+                starve_max: layers.value(|limits| &limits.time_starve_max),
+                latency_target: layers.value(|limits| &limits.time_latency_target).get(),
+            },
+        })
+    }
+
+    /// Every value that holds for a tenant on a GPU, and what gave it. Empty if there is no such tenant.
+    pub fn explain(&self, tenant: &str, gpu: &HostGpu) -> Vec<ExplainedValue> {
+        let Some(tenant) = self.tenants.get(tenant) else {
+            return Vec::new();
+        };
+        let class = tenant.class_name();
+        let mut lines = vec![ExplainedValue {
+            key: "cgroup",
+            value: tenant.cgroup.value.to_string(),
+            level: Level::Tenant,
+            origin: Some(tenant.cgroup.origin.clone()),
+        }];
+        lines.push(ExplainedValue {
+            key: "class",
+            value: class.to_owned(),
+            level: if tenant.class.is_some() {
+                Level::Tenant
+            } else {
+                Level::BuiltIn
+            },
+            origin: tenant.class.as_ref().map(|class| class.origin.clone()),
+        });
+        let (own, builtin) = self.class_layers(class);
+        let of_class =
+            |key, value: String, own: Option<&Origin>, is_builtin: bool| ExplainedValue {
+                key,
+                value,
+                level: match own {
+                    Some(_) => Level::Class(class.to_owned()),
+                    None if is_builtin => Level::BuiltInClass(class.to_owned()),
+                    None => Level::BuiltIn,
+                },
+                origin: own.cloned(),
+            };
+        let priority = own
+            .and_then(|class| class.priority.as_ref())
+            .map(|priority| &priority.origin);
+        lines.push(of_class(
+            "priority",
+            self.class_priority(class).to_string(),
+            priority,
+            builtin.is_some(),
+        ));
+        let exclusive = own
+            .and_then(|class| class.exclusive.as_ref())
+            .map(|exclusive| &exclusive.origin);
+        lines.push(of_class(
+            "exclusive",
+            self.class_exclusive(class).to_string(),
+            exclusive,
+            builtin.is_some(),
+        ));
+
+        let layers = Layers::of_tenant(self, tenant, &GpuSelector::of(gpu));
+        lines.extend(Key::ALL.iter().map(|key| match layers.text(*key) {
+            Some((level, text, origin)) => ExplainedValue {
+                key: key.name(),
+                value: text.trim_matches('"').to_owned(),
+                level,
+                origin: Some(origin).filter(|origin| !origin.is_builtin()),
+            },
+            // Only launch.burst has no fixed default.
+            None => ExplainedValue {
+                key: key.name(),
+                value: layers.launch_burst().to_string(),
+                level: Level::BuiltIn,
+                origin: None,
+            },
+        }));
+        lines
+    }
+}

@@ -1,0 +1,577 @@
+//! From the text of the policy files to one merged policy.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use toml::Spanned as TomlSpanned;
+use toml::de::{DeTable, DeValue};
+
+use crate::cgroup::CgroupPattern;
+use crate::diagnostic::{Diagnostic, Diagnostics, Report, Severity, quote};
+use crate::gpu::{GpuSelector, Host, SELECTOR_HELP};
+use crate::limits::{Key, Limits};
+use crate::name::{NAME_HELP, is_name};
+use crate::policy::{Class, Policy, Tenant};
+use crate::property::{check_cgroup, check_class_name};
+use crate::raw::{Mistake, Raw, in_context};
+use crate::source::{Origin, Source, SourceMap, Spanned};
+use crate::suggest::nearest;
+use crate::validate::{self, Context};
+use crate::values::{Setting, integer_within};
+
+/// The longest policy file that is read, in bytes. Policies are typed by people; 1,000 tenants take about 200 kB.
+pub const MAX_FILE_BYTES: usize = 16 << 20;
+
+/// Syntax errors shown for one file; more than these follow from the first ones.
+const MAX_SYNTAX_ERRORS: usize = 20;
+
+/// The highest priority of a class.
+const MAX_PRIORITY: u32 = 1000;
+
+/// What [`Policy::load`] gives.
+#[derive(Clone, Debug)]
+pub struct Loaded {
+    /// The merged and checked policy.
+    pub policy: Policy,
+    /// What is probably not meant, sorted as [`Diagnostics`] are.
+    pub warnings: Vec<Diagnostic>,
+}
+
+impl Policy {
+    /// Reads all files, merges them in the order given (see [`merge_order`](crate::merge_order)), and checks the result.
+    ///
+    /// With `host`, selectors and reservations are checked against its GPUs too. A GPU that is not there is a warning.
+    ///
+    /// # Errors
+    /// All problems of all files, warnings included, if at least one of them is an error.
+    pub fn load(sources: &[Source], host: Option<&Host>) -> Result<Loaded, Diagnostics> {
+        let mut report = Report::default();
+        let mut draft = Draft::default();
+        let mut broken = Vec::new();
+        let mut maps = Vec::with_capacity(sources.len());
+        for (index, source) in sources.iter().enumerate() {
+            let map = decode(index, source, &mut report);
+            if let Some(map) = &map
+                && read_file(map, &mut draft, &mut report)
+            {
+                broken.push(map.text());
+            }
+            maps.push(map);
+        }
+        let (policy, selectors) = draft.finish(&broken, &mut report);
+        validate::check(
+            &Context {
+                policy: &policy,
+                selectors: &selectors,
+                host,
+                broken: &broken,
+            },
+            &mut report,
+        );
+        let found = report.finish(&maps);
+        if found.iter().any(|one| one.severity == Severity::Error) {
+            return Err(found);
+        }
+        Ok(Loaded {
+            policy,
+            warnings: found.into_vec(),
+        })
+    }
+}
+
+/// The text of a source, if it is text.
+fn decode<'a>(index: usize, source: &'a Source, report: &mut Report) -> Option<SourceMap<'a>> {
+    let (valid, rest) = match std::str::from_utf8(&source.text) {
+        Ok(text) => (text, None),
+        Err(error) => {
+            let valid = &source.text[..error.valid_up_to()];
+            (
+                std::str::from_utf8(valid).unwrap_or_default(),
+                source.text.get(error.valid_up_to()),
+            )
+        }
+    };
+    let map = SourceMap::new(index, &source.path, valid);
+    if source.text.len() > MAX_FILE_BYTES {
+        let message = format!(
+            "the file has {} bytes; more than {MAX_FILE_BYTES} are not read",
+            source.text.len()
+        );
+        report.push(
+            Diagnostic::error(&map.origin(0..0), message).help("split it into several files"),
+        );
+        return None;
+    }
+    if let Some(byte) = rest {
+        let origin = map.origin(valid.len()..valid.len());
+        report.push(
+            Diagnostic::error(&origin, format!("the file is not UTF-8: byte 0x{byte:02x}"))
+                .help("save it as UTF-8"),
+        );
+        return None;
+    }
+    Some(map)
+}
+
+/// Reads one file into the draft. Returns whether it has syntax errors.
+fn read_file(map: &SourceMap<'_>, draft: &mut Draft, report: &mut Report) -> bool {
+    let (table, errors) = DeTable::parse_recoverable(map.text());
+    let mut broken_spans = Vec::new();
+    for (index, error) in errors.iter().enumerate() {
+        let span = error.span().unwrap_or(0..0);
+        let origin = map.origin(span.clone());
+        if index == MAX_SYNTAX_ERRORS {
+            let message = format!(
+                "TOML syntax: {} more errors are not shown",
+                errors.len() - index
+            );
+            report.push(Diagnostic::error(&origin, message));
+            break;
+        }
+        report.push(syntax_error(map, &origin, &span, error.message()));
+        broken_spans.push(span);
+    }
+    let mut reader = Reader {
+        map,
+        report,
+        broken_spans,
+    };
+    reader.root(table.get_ref(), draft);
+    !errors.is_empty()
+}
+
+fn syntax_error(
+    map: &SourceMap<'_>,
+    origin: &Origin,
+    span: &Range<usize>,
+    message: &str,
+) -> Diagnostic {
+    let before = map.text().get(..span.start).unwrap_or_default();
+    let is_value = before.trim_end_matches([' ', '\t']).ends_with('=');
+    if message.starts_with("string values must be quoted") && is_value {
+        let text = map.text().get(span.clone()).unwrap_or_default();
+        if text.is_empty() {
+            return Diagnostic::error(origin, "TOML syntax: the value is missing");
+        }
+        return Diagnostic::error(
+            origin,
+            format!("TOML syntax: {} is no TOML value", quote(text)),
+        )
+        .help(format!("strings stand in quotes: {}", quote(text)));
+    }
+    let diagnostic = Diagnostic::error(origin, format!("TOML syntax: {message}"));
+    if message.starts_with("duplicate key") {
+        return diagnostic
+            .help("within one file every key stands once; a later file may set it again");
+    }
+    diagnostic
+}
+
+/// What has been read so far.
+#[derive(Default)]
+struct Draft {
+    tenants: BTreeMap<String, TenantDraft>,
+    classes: BTreeMap<String, Class>,
+    selectors: Vec<Spanned<GpuSelector>>,
+}
+
+struct TenantDraft {
+    origin: Origin,
+    /// Whether a cgroup was given, if only a bad one.
+    cgroup_given: bool,
+    cgroup: Option<Spanned<CgroupPattern>>,
+    class: Option<Spanned<String>>,
+    limits: Limits,
+    gpu: BTreeMap<GpuSelector, Limits>,
+}
+
+impl Draft {
+    fn finish(self, broken: &[&str], report: &mut Report) -> (Policy, Vec<Spanned<GpuSelector>>) {
+        let mut tenants = BTreeMap::new();
+        for (name, draft) in self.tenants {
+            let Some(cgroup) = draft.cgroup else {
+                // The cgroup may stand where a file with syntax errors could not be read.
+                if !draft.cgroup_given && !broken.iter().any(|text| text.contains(&name)) {
+                    let message = format!("tenant {} has no cgroup", quote(&name));
+                    report.push(Diagnostic::error(&draft.origin, message).help(
+                        "add cgroup = \"/path/of/its.slice\" here or in another file; if the tenant is gone, remove what is left of it",
+                    ));
+                }
+                continue;
+            };
+            let tenant = Tenant {
+                name: name.clone(),
+                origin: draft.origin,
+                cgroup,
+                class: draft.class,
+                limits: draft.limits,
+                gpu: draft.gpu,
+            };
+            tenants.insert(name, tenant);
+        }
+        (
+            Policy {
+                classes: self.classes,
+                tenants,
+            },
+            self.selectors,
+        )
+    }
+}
+
+/// One file being read.
+struct Reader<'a, 'b> {
+    map: &'a SourceMap<'a>,
+    report: &'b mut Report,
+    broken_spans: Vec<Range<usize>>,
+}
+
+type Entry<'a, 'i> = (
+    &'a TomlSpanned<std::borrow::Cow<'i, str>>,
+    &'a TomlSpanned<DeValue<'i>>,
+);
+
+/// The kind of table that keys stand in.
+#[derive(Clone, Copy, PartialEq)]
+enum Place {
+    Tenant,
+    Class,
+    Gpu,
+}
+
+impl Place {
+    /// All keys that may stand here.
+    fn keys(self) -> Vec<&'static str> {
+        let own: &[&str] = match self {
+            Self::Tenant => &["cgroup", "class", "gpu"],
+            Self::Class => &["priority", "exclusive", "gpu"],
+            Self::Gpu => &[],
+        };
+        own.iter()
+            .copied()
+            .chain(Key::ALL.iter().map(|key| key.name()))
+            .collect()
+    }
+
+    fn describe(self) -> &'static str {
+        match self {
+            Self::Tenant => "a tenant",
+            Self::Class => "a class",
+            Self::Gpu => "a table of one GPU",
+        }
+    }
+}
+
+impl Reader<'_, '_> {
+    fn error(&mut self, span: Range<usize>, message: impl Into<String>, help: impl Into<String>) {
+        // What a syntax error covers is no second problem.
+        if self
+            .broken_spans
+            .iter()
+            .any(|broken| broken.start <= span.end && span.start <= broken.end)
+        {
+            return;
+        }
+        let diagnostic = Diagnostic::error(&self.map.origin(span), message);
+        let help = help.into();
+        self.report.push(if help.is_empty() {
+            diagnostic
+        } else {
+            diagnostic.help(help)
+        });
+    }
+
+    fn mistake(&mut self, key: &str, raw: &Raw<'_>, span: Range<usize>, mistake: &Mistake) {
+        self.error(span, in_context(key, raw, mistake), mistake.help.clone());
+    }
+
+    fn root(&mut self, table: &DeTable<'_>, draft: &mut Draft) {
+        for (key, value) in table {
+            let name = key.get_ref().as_ref();
+            match name {
+                "tenant" | "class" => {
+                    let help = format!(
+                        "write [{name}.NAME] and the keys of {} below it",
+                        if name == "tenant" {
+                            "the tenant"
+                        } else {
+                            "the class"
+                        }
+                    );
+                    let Some(entries) = self.table(name, value, help) else {
+                        continue;
+                    };
+                    for entry in entries {
+                        if name == "tenant" {
+                            self.tenant(entry, draft);
+                        } else {
+                            self.class(entry, draft);
+                        }
+                    }
+                }
+                _ => {
+                    let help = match nearest(name, ["tenant", "class"]) {
+                        Some(near) => format!("did you mean [{near}.NAME]?"),
+                        None => "a policy file has [tenant.NAME] and [class.NAME]; settings of the daemon stand in gpuquota.toml".to_owned(),
+                    };
+                    self.error(key.span(), format!("unknown key {}", quote(name)), help);
+                }
+            }
+        }
+    }
+
+    /// The entries of a table, or an error if it is none.
+    fn table<'v, 'i>(
+        &mut self,
+        name: &str,
+        value: &'v TomlSpanned<DeValue<'i>>,
+        help: String,
+    ) -> Option<Vec<Entry<'v, 'i>>> {
+        if let DeValue::Table(table) = value.get_ref() {
+            return Some(table.iter().collect());
+        }
+        let raw = Raw::of(value.get_ref());
+        self.mistake(name, &raw, value.span(), &Mistake::wrong_type(&raw, help));
+        None
+    }
+
+    /// Checks the name of a tenant or class.
+    fn name(&mut self, kind: &str, key: &TomlSpanned<std::borrow::Cow<'_, str>>) -> bool {
+        let good = is_name(key.get_ref());
+        if !good {
+            self.error(
+                key.span(),
+                format!("{} can't be the name of a {kind}", quote(key.get_ref())),
+                NAME_HELP,
+            );
+        }
+        good
+    }
+
+    fn tenant(&mut self, (key, value): Entry<'_, '_>, draft: &mut Draft) {
+        let name = key.get_ref().as_ref();
+        let good_name = self.name("tenant", key);
+        let Some(entries) = self.table(
+            &format!("tenant.{name}"),
+            value,
+            "a tenant is a table: write [tenant.NAME]".to_owned(),
+        ) else {
+            return;
+        };
+        let mut fresh = TenantDraft {
+            origin: self.map.origin(key.span()),
+            cgroup_given: false,
+            cgroup: None,
+            class: None,
+            limits: Limits::default(),
+            gpu: BTreeMap::new(),
+        };
+        let mut unnamed = Vec::new();
+        let (tenant, selectors) = if good_name {
+            (
+                draft.tenants.entry(name.to_owned()).or_insert(fresh),
+                &mut draft.selectors,
+            )
+        } else {
+            (&mut fresh, &mut unnamed)
+        };
+        for (key, value) in entries {
+            match key.get_ref().as_ref() {
+                "cgroup" => {
+                    tenant.cgroup_given = true;
+                    if let Some(cgroup) = self.value("cgroup", value, check_cgroup) {
+                        tenant.cgroup = Some(cgroup);
+                    }
+                }
+                "class" => {
+                    if let Some(class) = self.value("class", value, check_class_name) {
+                        tenant.class = Some(class);
+                    }
+                }
+                "gpu" => self.gpu(value, &mut tenant.gpu, selectors),
+                _ => self.limit(Place::Tenant, key, value, &mut tenant.limits),
+            }
+        }
+    }
+
+    fn class(&mut self, (key, value): Entry<'_, '_>, draft: &mut Draft) {
+        let name = key.get_ref().as_ref();
+        let good_name = self.name("class", key);
+        let Some(entries) = self.table(
+            &format!("class.{name}"),
+            value,
+            "a class is a table: write [class.NAME]".to_owned(),
+        ) else {
+            return;
+        };
+        let mut fresh = Class {
+            name: name.to_owned(),
+            origin: self.map.origin(key.span()),
+            priority: None,
+            exclusive: None,
+            limits: Limits::default(),
+            gpu: BTreeMap::new(),
+        };
+        let mut unnamed = Vec::new();
+        let (class, selectors) = if good_name {
+            (
+                draft.classes.entry(name.to_owned()).or_insert(fresh),
+                &mut draft.selectors,
+            )
+        } else {
+            (&mut fresh, &mut unnamed)
+        };
+        for (key, value) in entries {
+            match key.get_ref().as_ref() {
+                "priority" => {
+                    let read = |raw: &Raw<'_>| {
+                        integer_within(raw, 0..=MAX_PRIORITY, || {
+                            format!(
+                                "a priority is an integer from 0 to {MAX_PRIORITY}, larger wins"
+                            )
+                        })
+                    };
+                    if let Some(priority) = self.value("priority", value, read) {
+                        class.priority = Some(priority);
+                    }
+                }
+                "exclusive" => {
+                    if let Some(exclusive) = self.value("exclusive", value, bool::read) {
+                        class.exclusive = Some(exclusive);
+                    }
+                }
+                "gpu" => self.gpu(value, &mut class.gpu, selectors),
+                _ => self.limit(Place::Class, key, value, &mut class.limits),
+            }
+        }
+    }
+
+    fn value<T>(
+        &mut self,
+        key: &str,
+        value: &TomlSpanned<DeValue<'_>>,
+        read: impl Fn(&Raw<'_>) -> Result<T, Mistake>,
+    ) -> Option<Spanned<T>> {
+        let raw = Raw::of(value.get_ref());
+        match read(&raw) {
+            Ok(read) => Some(Spanned {
+                value: read,
+                origin: self.map.origin(value.span()),
+            }),
+            Err(mistake) => {
+                self.mistake(key, &raw, value.span(), &mistake);
+                None
+            }
+        }
+    }
+
+    fn gpu(
+        &mut self,
+        value: &TomlSpanned<DeValue<'_>>,
+        gpus: &mut BTreeMap<GpuSelector, Limits>,
+        selectors: &mut Vec<Spanned<GpuSelector>>,
+    ) {
+        const HELP: &str = "limits of one GPU stand in a table such as [tenant.NAME.gpu.\"0\"]";
+        let Some(entries) = self.table("gpu", value, HELP.to_owned()) else {
+            return;
+        };
+        for (key, value) in entries {
+            let text = key.get_ref().as_ref();
+            let selector = match GpuSelector::parse(text) {
+                Ok(selector) => Some(selector),
+                Err(error) => {
+                    // `gpu.memory.max = …`: the GPU was left out.
+                    let help = if Key::GROUPS.contains(&text) {
+                        HELP
+                    } else {
+                        SELECTOR_HELP
+                    };
+                    let what = match error {
+                        crate::gpu::GpuSelectorError::Uuid { .. } => "is not a whole GPU UUID",
+                        crate::gpu::GpuSelectorError::Unknown { .. } => "names no GPU",
+                    };
+                    self.error(key.span(), format!("{} {what}", quote(text)), help);
+                    None
+                }
+            };
+            let Some(entries) = self.table(&format!("gpu.{text:?}"), value, HELP.to_owned()) else {
+                continue;
+            };
+            let mut unnamed = Limits::default();
+            let limits = match selector {
+                Some(selector) => {
+                    selectors.push(Spanned {
+                        value: selector.clone(),
+                        origin: self.map.origin(key.span()),
+                    });
+                    gpus.entry(selector).or_default()
+                }
+                None => &mut unnamed,
+            };
+            for (key, value) in entries {
+                self.limit(Place::Gpu, key, value, limits);
+            }
+        }
+    }
+
+    /// A key that is none of the place's own: `memory`, `launch` or `time` with their keys, or unknown.
+    fn limit(
+        &mut self,
+        place: Place,
+        key: &TomlSpanned<std::borrow::Cow<'_, str>>,
+        value: &TomlSpanned<DeValue<'_>>,
+        limits: &mut Limits,
+    ) {
+        let group = key.get_ref().as_ref();
+        if !Key::GROUPS.contains(&group) {
+            self.unknown(place, group, key.span());
+            return;
+        }
+        let inside: Vec<&str> = Key::ALL
+            .iter()
+            .map(|key| key.name())
+            .filter(|name| name.split('.').next() == Some(group))
+            .collect();
+        let help = format!("{group} is a table; its keys are {}", inside.join(", "));
+        let Some(entries) = self.table(group, value, help) else {
+            return;
+        };
+        for (key, value) in entries {
+            let name = format!("{group}.{}", key.get_ref());
+            let Some(known) = Key::from_name(&name) else {
+                self.unknown(place, &name, key.span());
+                continue;
+            };
+            let raw = Raw::of(value.get_ref());
+            if let Err(mistake) = limits.set(known, &raw, self.map.origin(value.span())) {
+                self.mistake(&name, &raw, value.span(), &mistake);
+            }
+        }
+    }
+
+    fn unknown(&mut self, place: Place, name: &str, span: Range<usize>) {
+        let keys = place.keys();
+        let help = match (nearest(name, keys.iter().copied()), name) {
+            (Some(near), _) => format!("did you mean {near}?"),
+            (None, "cgroup" | "class" | "gpu" | "priority" | "exclusive") => {
+                format!("{name} does not belong into {}", place.describe())
+            }
+            (None, _) => {
+                let group = name
+                    .split('.')
+                    .next()
+                    .filter(|group| Key::GROUPS.contains(group) && name.contains('.'));
+                let shown: Vec<&str> = keys
+                    .into_iter()
+                    .filter(|key| group.is_none() || key.split('.').next() == group)
+                    .collect();
+                format!("the keys here are {}", shown.join(", "))
+            }
+        };
+        self.error(
+            span,
+            format!("unknown key {} in {}", quote(name), place.describe()),
+            help,
+        );
+    }
+}

@@ -1,0 +1,173 @@
+//! The merged policy.
+
+use std::collections::BTreeMap;
+
+use crate::builtin::{self, DEFAULT_CLASS};
+use crate::cgroup::{CgroupPattern, ancestors};
+use crate::gpu::GpuSelector;
+use crate::limits::Limits;
+use crate::source::{Origin, Spanned};
+
+/// A class of tenants as written in the policy files.
+#[derive(Clone, Debug)]
+pub struct Class {
+    /// Its name.
+    pub name: String,
+    /// Where it was first mentioned.
+    pub origin: Origin,
+    /// Larger wins.
+    pub priority: Option<Spanned<u32>>,
+    /// Whether classes of lower priority are frozen while this one is active.
+    pub exclusive: Option<Spanned<bool>>,
+    /// Limits of its tenants on every GPU.
+    pub limits: Limits,
+    /// Limits of its tenants on some GPUs.
+    pub gpu: BTreeMap<GpuSelector, Limits>,
+}
+
+impl PartialEq for Class {
+    /// Compares what was said, not where.
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+            && self.priority == other.priority
+            && self.exclusive == other.exclusive
+            && self.limits == other.limits
+            && self.gpu == other.gpu
+    }
+}
+
+impl Eq for Class {}
+
+/// A tenant as written in the policy files.
+#[derive(Clone, Debug)]
+pub struct Tenant {
+    /// Its name.
+    pub name: String,
+    /// Where it was first mentioned.
+    pub origin: Origin,
+    /// Its cgroups.
+    pub cgroup: Spanned<CgroupPattern>,
+    /// Its class, if it names one. Without, it is in [`DEFAULT_CLASS`].
+    pub class: Option<Spanned<String>>,
+    /// Limits on every GPU.
+    pub limits: Limits,
+    /// Limits on some GPUs.
+    pub gpu: BTreeMap<GpuSelector, Limits>,
+}
+
+impl Tenant {
+    /// The name of its class.
+    pub fn class_name(&self) -> &str {
+        self.class
+            .as_ref()
+            .map_or(DEFAULT_CLASS, |class| &class.value)
+    }
+}
+
+impl PartialEq for Tenant {
+    /// Compares what was said, not where.
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+            && self.cgroup == other.cgroup
+            && self.class == other.class
+            && self.limits == other.limits
+            && self.gpu == other.gpu
+    }
+}
+
+impl Eq for Tenant {}
+
+/// All classes and tenants of all policy files, checked. [`Policy::load`] makes it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Policy {
+    /// The classes that the files define. The built-in ones are there besides.
+    pub classes: BTreeMap<String, Class>,
+    /// The tenants.
+    pub tenants: BTreeMap<String, Tenant>,
+}
+
+impl Policy {
+    /// The class of this name from the files, and the built-in one of this name.
+    pub(crate) fn class_layers(&self, name: &str) -> (Option<&Class>, Option<&'static Class>) {
+        (self.classes.get(name), builtin::class(name))
+    }
+
+    /// Whether a class of this name exists, built-in or not.
+    pub fn has_class(&self, name: &str) -> bool {
+        self.classes.contains_key(name) || builtin::class(name).is_some()
+    }
+
+    /// Names of all classes, the built-in ones included.
+    pub fn class_names(&self) -> impl Iterator<Item = &str> {
+        let own = self.classes.keys().map(String::as_str);
+        own.chain(
+            builtin::BUILTIN_CLASSES
+                .into_iter()
+                .filter(|name| !self.classes.contains_key(*name)),
+        )
+    }
+
+    /// The priority of a class: of the files, else built in.
+    pub fn class_priority(&self, name: &str) -> u32 {
+        let (own, builtin) = self.class_layers(name);
+        own.and_then(|class| class.priority.as_ref())
+            .or_else(|| builtin.and_then(|class| class.priority.as_ref()))
+            .map_or(builtin::DEFAULT_PRIORITY, |priority| priority.value)
+    }
+
+    /// Whether a class is exclusive: by the files, else built in.
+    pub fn class_exclusive(&self, name: &str) -> bool {
+        let (own, builtin) = self.class_layers(name);
+        own.and_then(|class| class.exclusive.as_ref())
+            .or_else(|| builtin.and_then(|class| class.exclusive.as_ref()))
+            .is_some_and(|exclusive| exclusive.value)
+    }
+
+    /// The tenant that the cgroup at `path` is in: the one with the nearest root at or above it.
+    pub fn tenant_of(&self, path: &str) -> Option<&Tenant> {
+        std::iter::once(path).chain(ancestors(path)).find_map(|at| {
+            self.tenants
+                .values()
+                .find(|tenant| tenant.cgroup.value.matches(at))
+        })
+    }
+
+    /// For every tenant the tenants whose subtree it lies in, nearest first, as far as the patterns alone tell.
+    ///
+    /// A tenant with a glob is known to lie in another when the part before its first wildcard does.
+    pub fn nesting(&self) -> BTreeMap<&str, Vec<&str>> {
+        let mut exact: BTreeMap<&str, &str> = BTreeMap::new();
+        let mut globs: Vec<(&str, &CgroupPattern)> = Vec::new();
+        for tenant in self.tenants.values() {
+            let pattern = &tenant.cgroup.value;
+            if pattern.is_exact() {
+                exact.insert(pattern.as_str(), &tenant.name);
+            } else {
+                globs.push((&tenant.name, pattern));
+            }
+        }
+        self.tenants
+            .values()
+            .map(|tenant| {
+                let pattern = &tenant.cgroup.value;
+                let prefix = pattern.literal_prefix();
+                // The prefix of a glob is itself above every match.
+                let own = (!pattern.is_exact()).then_some(prefix);
+                let mut above: Vec<&str> = Vec::new();
+                for path in own.into_iter().chain(ancestors(prefix)) {
+                    let by_glob = globs
+                        .iter()
+                        .find(|(_, glob)| glob.matches(path))
+                        .map(|(name, _)| *name);
+                    if let Some(name) = exact.get(path).copied().or(by_glob)
+                        && name != tenant.name
+                        && !above.contains(&name)
+                    {
+                        above.push(name);
+                    }
+                }
+                (tenant.name.as_str(), above)
+            })
+            .collect()
+    }
+}
