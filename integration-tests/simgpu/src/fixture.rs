@@ -1,0 +1,1 @@
+//! Starts a server for a test.

@@ -1,0 +1,159 @@
+//! The process behind a request, seen through `/proc`.
+//!
+//! The kernel names the thread that called, and that thread sleeps until it is answered. So its memory
+//! can be read, and `/proc/TID/syscall` shows the argument of its `ioctl`, which the file system
+//! protocol keeps to itself for commands without a size.
+
+use std::cell::OnceCell;
+use std::fs;
+use std::time::Duration;
+
+use crate::sim::{Caller, Fault, Node};
+
+/// How often to look again for a thread that has not gone to sleep yet, and how long to wait between.
+const SYSCALL_TRIES: u32 = 2000;
+const SYSCALL_PAUSE: Duration = Duration::from_micros(50);
+const CAP_SYS_NICE: u32 = 23;
+
+/// A thread that waits for its answer.
+pub struct Process {
+    tid: u32,
+    pid: OnceCell<u32>,
+    /// Files of the model that this process itself opened.
+    opened: Vec<Node>,
+}
+
+impl Process {
+    /// The thread `tid`.
+    pub fn new(tid: u32) -> Self {
+        Self {
+            tid,
+            pid: OnceCell::new(),
+            opened: Vec::new(),
+        }
+    }
+
+    /// Tells which nodes the process opened itself, which saves a look into `/proc`.
+    pub fn set_opened(&mut self, opened: Vec<Node>) {
+        self.opened = opened;
+    }
+
+    /// Third argument of the system call in which the thread is.
+    pub fn ioctl_argument(&self) -> Option<u64> {
+        let path = format!("/proc/{}/syscall", self.tid);
+        for _ in 0..SYSCALL_TRIES {
+            let text = fs::read_to_string(&path).ok()?;
+            if text.trim_end() != "running" {
+                let argument = text.split_ascii_whitespace().nth(3)?;
+                return u64::from_str_radix(argument.trim_start_matches("0x"), 16).ok();
+            }
+            std::thread::sleep(SYSCALL_PAUSE);
+        }
+        None
+    }
+
+    fn status_field(&self, name: &str) -> Option<String> {
+        let text = fs::read_to_string(format!("/proc/{}/status", self.tid)).ok()?;
+        text.lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+            .map(|value| value.trim().to_owned())
+    }
+}
+
+impl Caller for Process {
+    fn pid(&self) -> u32 {
+        *self.pid.get_or_init(|| {
+            self.status_field("Tgid")
+                .and_then(|tgid| tgid.parse().ok())
+                .unwrap_or(self.tid)
+        })
+    }
+
+    fn read(&self, address: u64, buf: &mut [u8]) -> Result<(), Fault> {
+        if buf.is_empty() {
+            return Ok(());
+        }
+        let local = libc::iovec {
+            iov_base: buf.as_mut_ptr().cast(),
+            iov_len: buf.len(),
+        };
+        let remote = remote(address, buf.len())?;
+        // SAFETY: `local` describes `buf`, which outlives the call; the remote side is checked by the kernel.
+        let done = unsafe {
+            libc::process_vm_readv(
+                self.tid.cast_signed(),
+                &raw const local,
+                1,
+                &raw const remote,
+                1,
+                0,
+            )
+        };
+        if usize::try_from(done) == Ok(buf.len()) {
+            Ok(())
+        } else {
+            Err(Fault)
+        }
+    }
+
+    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let local = libc::iovec {
+            iov_base: bytes.as_ptr().cast_mut().cast(),
+            iov_len: bytes.len(),
+        };
+        let remote = remote(address, bytes.len())?;
+        // SAFETY: the kernel only reads `local`, which describes `bytes`; the remote side is checked by the kernel.
+        let done = unsafe {
+            libc::process_vm_writev(
+                self.tid.cast_signed(),
+                &raw const local,
+                1,
+                &raw const remote,
+                1,
+                0,
+            )
+        };
+        if usize::try_from(done) == Ok(bytes.len()) {
+            Ok(())
+        } else {
+            Err(Fault)
+        }
+    }
+
+    fn has_open(&self, node: Node) -> bool {
+        if self.opened.contains(&node) {
+            return true;
+        }
+        // An inherited or received descriptor. fdinfo tells the inode without asking the file system,
+        // which is us.
+        let wanted = super::inode_of(node).to_string();
+        let Ok(entries) = fs::read_dir(format!("/proc/{}/fdinfo", self.tid)) else {
+            return false;
+        };
+        entries.flatten().any(|entry| {
+            fs::read_to_string(entry.path()).is_ok_and(|info| {
+                info.lines().any(|line| {
+                    line.strip_prefix("ino:")
+                        .is_some_and(|ino| ino.trim() == wanted)
+                })
+            })
+        })
+    }
+
+    fn may_nice(&self) -> bool {
+        self.status_field("CapEff")
+            .and_then(|mask| u64::from_str_radix(&mask, 16).ok())
+            .is_some_and(|mask| mask >> CAP_SYS_NICE & 1 == 1)
+    }
+}
+
+fn remote(address: u64, length: usize) -> Result<libc::iovec, Fault> {
+    let address = usize::try_from(address).map_err(|_| Fault)?;
+    Ok(libc::iovec {
+        iov_base: std::ptr::without_provenance_mut(address),
+        iov_len: length,
+    })
+}
