@@ -10,7 +10,7 @@ pub struct Event {
     pub tenant: u32,
     /// GPU, or `NO_GPU`.
     pub gpu: u32,
-    /// Process.
+    /// Process; for [`kind::DENIED`] the thread, which is all that a supervisor knows.
     pub tgid: u32,
     /// Client handle.
     pub client: u32,

@@ -8,9 +8,9 @@
 pub const ARGS: usize = 12;
 
 /// Reserve on behalf of a thread whose call waits for a decision:
-/// `[ADMIT, pid_tgid, tenant, gpu, bytes, arg, cmd]`.
+/// `[ADMIT, thread, tenant, gpu, bytes, arg, cmd]`.
 pub const ADMIT: u64 = 1;
-/// Undo an admission whose call never came: `[CANCEL, pid_tgid]`.
+/// Undo an admission whose call never came: `[CANCEL, thread]`.
 pub const CANCEL: u64 = 2;
 /// Release an object and forget it: `[RELEASE_OBJECT, client, handle]`.
 pub const RELEASE_OBJECT: u64 = 3;

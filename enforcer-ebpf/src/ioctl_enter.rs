@@ -45,8 +45,8 @@ pub fn ioctl_enter(ctx: TracePointContext) -> u32 {
 #[inline(always)]
 fn enter(cmd: IoctlCmd, arg: u64, fd: u32) {
     let settings = settings();
-    let thread = task::pid_tgid();
-    let tgid = (thread >> 32) as u32;
+    let thread = task::thread();
+    let tgid = task::tgid();
     if tgid == settings.daemon_tgid {
         return;
     }
@@ -108,7 +108,7 @@ fn enter(cmd: IoctlCmd, arg: u64, fd: u32) {
 /// Takes over what was reserved for this thread before: by a deny backend that let the call pass, or by a
 /// second copy of this program while a new daemon replaces an old one's. Anything else is a leftover.
 #[inline(always)]
-fn take_over(settings: &Settings, thread: u64, flight: &mut InFlight) {
+fn take_over(settings: &Settings, thread: u32, flight: &mut InFlight) {
     // SAFETY: only this thread's programs and a supervisor that holds this thread in its call touch the entry.
     let Some(before) = (unsafe { IN_FLIGHT.get(thread) }) else {
         return;

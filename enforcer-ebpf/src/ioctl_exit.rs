@@ -23,7 +23,7 @@ const RECORD_RET: usize = 16;
 /// Exit of an ioctl.
 #[tracepoint]
 pub fn ioctl_exit(ctx: TracePointContext) -> u32 {
-    let thread = task::pid_tgid();
+    let thread = task::thread();
     // SAFETY: the entry is this thread's own; it is copied before it is removed.
     let Some(flight) = (unsafe { IN_FLIGHT.get(thread) }).copied() else {
         return 0;
@@ -32,7 +32,7 @@ pub fn ioctl_exit(ctx: TracePointContext) -> u32 {
     let settings = settings();
     let ret = task::record::<i64>(&ctx, RECORD_RET);
     if ret == 0 && status_is_ok(&flight) {
-        settle(&settings, thread, &flight);
+        settle(&settings, &flight);
     } else if flight.reserved > 0 {
         ledger::unreserve(
             settings.generation,
@@ -65,8 +65,8 @@ fn status_is_ok(flight: &InFlight) -> bool {
 }
 
 #[inline(always)]
-fn settle(settings: &Settings, thread: u64, flight: &InFlight) {
-    let tgid = (thread >> 32) as u32;
+fn settle(settings: &Settings, flight: &InFlight) {
+    let tgid = task::tgid();
     match flight.call {
         call::ALLOC_OBJECT => {
             let handle = new_handle(flight);

@@ -300,7 +300,7 @@ fn drop_dup(generation: u64, source: ObjectKey, source_born: u64) {
 ///
 /// Returns whether it was a first try.
 #[inline(always)]
-pub fn refuse(thread: u64, event: &Event) -> bool {
+pub fn refuse(thread: u32, event: &Event) -> bool {
     let at_ns = now();
     // SAFETY: values are replaced as a whole.
     if let Some(last) = unsafe { REFUSALS.get(thread) }

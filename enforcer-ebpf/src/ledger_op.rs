@@ -23,8 +23,8 @@ pub fn ledger_op(ctx: RawTracePointContext) -> i32 {
     let c: u64 = ctx.arg(3);
     let d: u64 = ctx.arg(4);
     let outcome = match ctx.arg::<u64>(0) {
-        op::ADMIT => admit(a, b as u32, c as u32, d, ctx.arg(5), ctx.arg::<u64>(6) as u32),
-        op::CANCEL => cancel(a),
+        op::ADMIT => admit(a as u32, b as u32, c as u32, d, ctx.arg(5), ctx.arg::<u64>(6) as u32),
+        op::CANCEL => cancel(a as u32),
         op::RELEASE_OBJECT => release_object(a as u32, b as u32),
         op::RELEASE_ACCOUNT => release_account(a as u32, b as u32, c as u32),
         op::MOVE_OBJECT => move_object(a as u32, b as u32, c as u32, d as u32),
@@ -35,7 +35,7 @@ pub fn ledger_op(ctx: RawTracePointContext) -> i32 {
 
 /// Reserves for a thread whose call waits at a supervisor.
 #[inline(always)]
-fn admit(thread: u64, tenant: u32, gpu: u32, bytes: u64, arg: u64, cmd: u32) -> u32 {
+fn admit(thread: u32, tenant: u32, gpu: u32, bytes: u64, arg: u64, cmd: u32) -> u32 {
     if tenant >= MAX_TENANTS || gpu >= MAX_GPUS {
         return result::INVALID;
     }
@@ -53,7 +53,7 @@ fn admit(thread: u64, tenant: u32, gpu: u32, bytes: u64, arg: u64, cmd: u32) -> 
                 kind: event::kind::DENIED,
                 tenant,
                 gpu,
-                tgid: (thread >> 32) as u32,
+                tgid: thread,
                 limited_by,
                 bytes,
                 used,
@@ -101,7 +101,7 @@ fn admit(thread: u64, tenant: u32, gpu: u32, bytes: u64, arg: u64, cmd: u32) -> 
 
 /// Takes an admission back whose call never came.
 #[inline(always)]
-fn cancel(thread: u64) -> u32 {
+fn cancel(thread: u32) -> u32 {
     // SAFETY: the thread waits in its call; nobody else touches its entry.
     let Some(flight) = (unsafe { IN_FLIGHT.get(thread) }).copied() else {
         return result::NOT_FOUND;

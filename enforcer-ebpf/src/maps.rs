@@ -52,10 +52,10 @@ pub static ACCOUNTS: HashMap<AccountKey, u64> = HashMap::with_max_entries(65536,
 pub static PROCESSES: HashMap<u32, Process> = HashMap::with_max_entries(65536, NO_PREALLOC);
 /// Calls between entry and exit, by thread.
 #[map]
-pub static IN_FLIGHT: HashMap<u64, InFlight> = HashMap::with_max_entries(16384, NO_PREALLOC);
+pub static IN_FLIGHT: HashMap<u32, InFlight> = HashMap::with_max_entries(16384, NO_PREALLOC);
 /// Last refusal, by thread. Losing an old one only means that a second try counts as a refusal.
 #[map]
-pub static REFUSALS: LruHashMap<u64, Refusal> = LruHashMap::with_max_entries(4096, 0);
+pub static REFUSALS: LruHashMap<u32, Refusal> = LruHashMap::with_max_entries(4096, 0);
 /// Events for the daemon.
 #[map]
 pub static EVENTS: RingBuf = RingBuf::with_byte_size(1 << 20, 0);

@@ -11,7 +11,7 @@ use crate::{
 /// A process replaced its program: the daemon looks which clients it still has.
 #[raw_tracepoint(tracepoint = "sched_process_exec")]
 pub fn process_exec(_ctx: RawTracePointContext) -> i32 {
-    let tgid = (task::pid_tgid() >> 32) as u32;
+    let tgid = task::tgid();
     // SAFETY: only the presence of the entry is asked for.
     if unsafe { PROCESSES.get(tgid) }.is_none() {
         return 0;

@@ -18,11 +18,8 @@ use crate::{
 /// gone and then releases what the process had; without a daemon it is released here, a little early.
 #[raw_tracepoint(tracepoint = "sched_process_exit")]
 pub fn process_exit(_ctx: RawTracePointContext) -> i32 {
-    let thread = task::pid_tgid();
-    let tgid = (thread >> 32) as u32;
-    let Some(process) = PROCESSES.get_ptr_mut(tgid) else {
-        return 0;
-    };
+    let thread = task::thread();
+    let tgid = task::tgid();
     let settings = settings();
     // SAFETY: the entry is this thread's own; it is copied before it is removed.
     if let Some(flight) = (unsafe { IN_FLIGHT.get(thread) }).copied() {
@@ -34,6 +31,9 @@ pub fn process_exit(_ctx: RawTracePointContext) -> i32 {
             flight.reserved,
         );
     }
+    let Some(process) = PROCESSES.get_ptr_mut(tgid) else {
+        return 0;
+    };
     if !task::is_last_thread() {
         return 0;
     }

@@ -32,10 +32,16 @@ pub static OFF_TASK_SIGNAL: u32 = u32::MAX;
 #[unsafe(no_mangle)]
 pub static OFF_SIGNAL_LIVE: u32 = u32::MAX;
 
-/// Thread id in the low half, process id in the high half.
+/// The current thread.
 #[inline(always)]
-pub fn pid_tgid() -> u64 {
-    bpf_get_current_pid_tgid()
+pub fn thread() -> u32 {
+    bpf_get_current_pid_tgid() as u32
+}
+
+/// The current process.
+#[inline(always)]
+pub fn tgid() -> u32 {
+    (bpf_get_current_pid_tgid() >> 32) as u32
 }
 
 /// The cgroup (v2) of the current task (kernel 4.18).

@@ -143,7 +143,7 @@ pub struct Kernel {
     usage: Array<MapData, Usage>,
     objects: HashMap<MapData, ObjectKey, Object>,
     accounts: HashMap<MapData, AccountKey, u64>,
-    in_flight: HashMap<MapData, u64, InFlight>,
+    in_flight: HashMap<MapData, u32, InFlight>,
     counters: PerCpuArray<MapData, u64>,
 }
 
@@ -352,7 +352,7 @@ impl Kernel {
     }
 
     /// Calls between entry and exit, by thread.
-    pub fn in_flight(&self) -> impl Iterator<Item = (u64, InFlight)> + '_ {
+    pub fn in_flight(&self) -> impl Iterator<Item = (u32, InFlight)> + '_ {
         self.in_flight.iter().filter_map(Result::ok)
     }
 
@@ -373,7 +373,7 @@ impl Kernel {
     /// Reserves `bytes` for a thread whose driver call waits for a decision.
     pub fn admit(&self, request: AdmissionRequest) -> Result<Admission, KernelError> {
         let AdmissionRequest {
-            pid_tgid,
+            thread,
             tenant,
             gpu,
             bytes,
@@ -382,7 +382,7 @@ impl Kernel {
         } = request;
         let answer = self.operation(&[
             op::ADMIT,
-            pid_tgid,
+            u64::from(thread),
             u64::from(tenant),
             u64::from(gpu),
             bytes,
@@ -400,8 +400,8 @@ impl Kernel {
     }
 
     /// Undoes an admission whose call never came.
-    pub fn cancel(&self, pid_tgid: u64) -> Result<(), KernelError> {
-        self.operation(&[op::CANCEL, pid_tgid]).map(drop)
+    pub fn cancel(&self, thread: u32) -> Result<(), KernelError> {
+        self.operation(&[op::CANCEL, u64::from(thread)]).map(drop)
     }
 
     /// Releases an object; one that is gone already is fine.
@@ -456,8 +456,8 @@ impl Kernel {
 /// What a deny backend asks the ledger.
 #[derive(Clone, Copy, Debug)]
 pub struct AdmissionRequest {
-    /// Thread in the low half, process in the high half.
-    pub pid_tgid: u64,
+    /// The thread that waits in its call.
+    pub thread: u32,
     /// Tenant that pays.
     pub tenant: u32,
     /// GPU.
@@ -486,7 +486,7 @@ struct Maps {
     usage: Array<MapData, Usage>,
     objects: HashMap<MapData, ObjectKey, Object>,
     accounts: HashMap<MapData, AccountKey, u64>,
-    in_flight: HashMap<MapData, u64, InFlight>,
+    in_flight: HashMap<MapData, u32, InFlight>,
     counters: PerCpuArray<MapData, u64>,
     events: RingBuf<MapData>,
 }
