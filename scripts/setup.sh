@@ -20,7 +20,7 @@ packages_of() {
     build) echo ca-certificates gcc libc6-dev make rustc-web cargo-web libstd-rust-web-dev-bpf ;;
     linker) echo llvm-22-dev ;;
     test) echo fuse3 dbus-daemon binutils cpio xz-utils busybox-static qemu-system-x86 ;;
-    lint) echo rust-web-clippy shellcheck ;;
+    lint) echo git rust-web-clippy shellcheck ;;
     fuzz) echo g++ ;;
     kernel) echo gcc make flex bison bc libelf-dev libssl-dev dwarves xz-utils kmod rsync cpio python3 ;;
     *) die "unknown group '$1'; known: build test lint fuzz kernel" ;;

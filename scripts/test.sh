@@ -15,34 +15,55 @@ logs=target/test-logs
 mkdir -p "$logs"
 passed=0 failed=0 skipped=0 bad_suites=()
 
-# `--test NAME` for each test program of a crate, so that it can be run with the whole workspace selected: naming the crate
-# instead would resolve other features for its dependencies and build all of them again.
-test_programs() { # CRATE-FOLDER
-    local file
-    for file in "$1"/tests/*.rs; do
-        [ -e "$file" ] && printf -- '--test\n%s\n' "$(basename "$file" .rs)"
+# The folder that a suite's test programs are in; every other test program of the workspace belongs to the suite crates.
+suite_folder() { echo "integration-tests/$1"; }
+
+# Prints `--test NAME` for each test program in the tests folders of these crates. With programs named this way, and not by
+# their crate, cargo resolves features for the whole workspace each time and builds every dependency once.
+test_programs() { # CRATE-FOLDER...
+    local crate file
+    for crate in "$@"; do
+        for file in "$crate"/tests/*.rs "$crate"/tests/*/main.rs; do
+            [ -e "$file" ] || continue
+            [ "${file##*/}" != main.rs ] || file=${file%/main.rs}
+            printf -- '--test\n%s\n' "$(basename "$file" .rs)"
+        done
     done
 }
 
-cargo_test() {
-    local args
-    case $1 in
-    crates)
-        cargo test "${workspace[@]}" --exclude gpuquota-vm --exclude gpuquota-native --no-fail-fast
-        ;;
-    *)
-        mapfile -t args < <(test_programs "integration-tests/$1")
-        [ "${#args[@]}" -gt 0 ] || { echo "no test programs in integration-tests/$1/tests"; return 1; }
-        # One test at a time: they share this machine's kernel, its cgroup tree and its two cores.
-        cargo test "${workspace[@]}" --no-fail-fast "${args[@]}" -- --test-threads=1
-        ;;
-    esac
+cargo_test() { # SUITE
+    local crates args rc=0
+    if [ "$1" = crates ]; then
+        mapfile -t crates < <(find . -name target -prune -o -name Cargo.toml -printf '%h\n' |
+            grep -vxF -e "./$(suite_folder native)" -e "./$(suite_folder vm)" -e . -e ./fuzz)
+        mapfile -t args < <(test_programs "${crates[@]}")
+        cargo test "${workspace[@]}" --no-fail-fast --lib --bins "${args[@]}" || rc=1
+        cargo test "${workspace[@]}" --no-fail-fast --doc || rc=1
+        return "$rc"
+    fi
+    mapfile -t args < <(test_programs "$(suite_folder "$1")")
+    [ "${#args[@]}" -gt 0 ] || {
+        echo "error: no test programs in $(suite_folder "$1")/tests"
+        return 1
+    }
+    # The native tests share this host's one cgroup tree and its BPF hooks; virtual machines share nothing.
+    [ "$1" = vm ] || args+=(-- --test-threads=1)
+    cargo test "${workspace[@]}" --no-fail-fast "${args[@]}"
 }
 
 # Shows the test programs that have tests, each with the runner's own closing line.
 summary_lines() {
     awk '
-        /^ +(Running|Doc-tests) / { sub(/^ +/, ""); sub(/ \(.*/, ""); name = $0 }
+        /^ +(Running|Doc-tests) / {
+            name = $0
+            sub(/^ +(Running )?/, "", name)
+            # "unittests src/lib.rs (target/debug/deps/CRATE-HASH)" says the crate only at its end.
+            if (match(name, / \(.*\/deps\//)) {
+                crate = substr(name, RSTART + RLENGTH)
+                sub(/-[^-]*$/, "", crate)
+                name = substr(name, 1, RSTART - 1) " of " crate
+            }
+        }
         /^test result: / {
             if ($0 !~ / 0 passed; 0 failed; 0 ignored;/) { print "  " name; print $0 }
             fflush()
@@ -88,17 +109,14 @@ for suite in "${suites[@]}"; do
     esac
 done
 
-case " ${suites[*]} " in
-*" native "* | *" vm "*)
-    if [[ " ${suites[*]} " == *" native "* ]]; then
-        [ "$(id -u)" -eq 0 ] || die "the native suite needs root; SUITE=crates and SUITE=vm do not"
-        scripts/prepare-host.sh | sed 's/^/mounted /'
-    fi
-    # These suites start the programs themselves. With --all-targets the same features are chosen as for the tests.
-    say "building the programs under test"
-    cargo build --quiet "${workspace[@]}" --all-targets </dev/null || die "the workspace does not build"
-    ;;
-esac
+if [[ " ${suites[*]} " == *" native "* ]]; then
+    [ "$(id -u)" -eq 0 ] || die "the native suite needs root; SUITE=crates and SUITE=vm do not"
+    scripts/prepare-host.sh | sed 's/^/mounted /' || die "the host lacks what the native suite needs"
+fi
+# The native and the vm suite start programs that cargo does not build for them. With --all-targets the same features are
+# chosen as for the tests.
+say "building"
+cargo build --quiet "${workspace[@]}" --all-targets </dev/null || die "the workspace does not build"
 
 for suite in "${suites[@]}"; do
     run_suite "$suite"
