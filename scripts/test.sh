@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the test suites, prints each test program with its closing line, then one total. Fails if anything failed, if a suite
 # does not compile, or if a suite ran no test. Full output: target/test-logs/SUITE.log, and on the terminal with V=1.
+# ALL=1 runs the tests of the native and the vm suite that are left out because they depend on more than this repository.
 #
 #   crates   unit, property and documentation tests of every crate; no root needed
 #   native   the daemon on the simulated GPU, on this host's kernel; needs root
@@ -35,7 +36,7 @@ cargo_test() { # SUITE
     local crates args rc=0
     if [ "$1" = crates ]; then
         mapfile -t crates < <(find . -name target -prune -o -name Cargo.toml -printf '%h\n' |
-            grep -vxF -e "./$(suite_folder native)" -e "./$(suite_folder vm)" -e . -e ./fuzz)
+            grep -vxF -e "./$(suite_folder native)" -e "./$(suite_folder vm)" -e .)
         mapfile -t args < <(test_programs "${crates[@]}")
         cargo test "${workspace[@]}" --no-fail-fast --lib --bins "${args[@]}" || rc=1
         cargo test "${workspace[@]}" --no-fail-fast --doc || rc=1
@@ -47,7 +48,9 @@ cargo_test() { # SUITE
         return 1
     }
     # The native tests share this host's one cgroup tree and its BPF hooks; virtual machines share nothing.
-    [ "$1" = vm ] || args+=(-- --test-threads=1)
+    args+=(--)
+    [ "$1" = vm ] || args+=(--test-threads=1)
+    [ -z "${ALL:-}" ] || args+=(--include-ignored)
     cargo test "${workspace[@]}" --no-fail-fast "${args[@]}"
 }
 
@@ -61,7 +64,8 @@ summary_lines() {
             if (match(name, / \(.*\/deps\//)) {
                 crate = substr(name, RSTART + RLENGTH)
                 sub(/-[^-]*$/, "", crate)
-                name = substr(name, 1, RSTART - 1) " of " crate
+                name = substr(name, 1, RSTART - 1)
+                if (name ~ /^unittests/) { name = name " of " crate }
             }
         }
         /^test result: / {

@@ -18,6 +18,9 @@ pub enum Kernel {
     Stock,
     /// The distribution's 6.12 cloud kernel for Debian 12.
     Backport,
+    /// The newest cloud kernel that the distribution offers for a stable release (7.x). It moves on by itself, so its tests
+    /// are run on request only.
+    Newest,
     /// 6.12 with error injection, so with `bpf_override_return` on system calls.
     Override,
     /// A `bzImage` of one's own that needs no modules.
@@ -29,6 +32,7 @@ impl fmt::Display for Kernel {
         match self {
             Self::Stock => f.write_str("stock"),
             Self::Backport => f.write_str("backport"),
+            Self::Newest => f.write_str("newest"),
             Self::Override => f.write_str("override"),
             Self::Image(path) => write!(f, "{}", path.display()),
         }

@@ -71,6 +71,12 @@ fn backport_kernel() {
 }
 
 #[test]
+#[ignore = "boots whatever kernel is newest today; run with `make test SUITE=vm ALL=1`"]
+fn newest_kernel() {
+    check("kernel-newest", Kernel::Newest, "none", "7.", false);
+}
+
+#[test]
 fn override_kernel() {
     check("kernel-override", Kernel::Override, "none", "6.12.", true);
 }
