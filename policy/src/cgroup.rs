@@ -158,6 +158,20 @@ impl CgroupPattern {
         })
     }
 
+    /// Stands for a cgroup that could not be read. Matches nothing.
+    pub(crate) fn nowhere() -> Self {
+        Self {
+            text: String::new(),
+            components: Vec::new(),
+            exact: true,
+            literal: 0,
+        }
+    }
+
+    pub(crate) fn is_nowhere(&self) -> bool {
+        self.text.is_empty()
+    }
+
     /// The pattern as written.
     pub fn as_str(&self) -> &str {
         &self.text

@@ -330,14 +330,14 @@ impl Report {
     }
 
     /// Sorted, without repeats, each with its source line.
-    pub(crate) fn finish(mut self, maps: &[Option<SourceMap<'_>>]) -> Diagnostics {
+    pub(crate) fn finish(mut self, maps: &[SourceMap<'_>]) -> Diagnostics {
         self.found.sort_by(|a, b| {
             (a.source, a.line, a.col, a.severity, &a.message)
                 .cmp(&(b.source, b.line, b.col, b.severity, &b.message))
         });
         self.found.dedup();
         for one in &mut self.found {
-            if let Some(Some(map)) = maps.get(one.source as usize) {
+            if let Some(map) = maps.get(one.source as usize) {
                 one.attach_line(map);
             }
         }

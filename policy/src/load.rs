@@ -1,5 +1,6 @@
 //! From the text of the policy files to one merged policy.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -8,14 +9,14 @@ use toml::de::{DeTable, DeValue};
 
 use crate::cgroup::CgroupPattern;
 use crate::diagnostic::{Diagnostic, Diagnostics, Report, Severity, quote};
-use crate::gpu::{GpuSelector, Host, SELECTOR_HELP};
+use crate::gpu::{GpuSelector, GpuSelectorError, Host, SELECTOR_HELP};
 use crate::limits::{Key, Limits};
 use crate::name::{NAME_HELP, is_name};
 use crate::policy::{Class, Policy, Tenant};
 use crate::property::{check_cgroup, check_class_name};
 use crate::raw::{Mistake, Raw, in_context};
 use crate::source::{Origin, Source, SourceMap, Spanned};
-use crate::suggest::nearest;
+use crate::suggest::{nearest, nearest_keys};
 use crate::validate::{self, Context};
 use crate::values::{Setting, integer_within};
 
@@ -48,13 +49,19 @@ impl Policy {
         let mut report = Report::default();
         let mut draft = Draft::default();
         let mut broken = Vec::new();
+        let texts: Vec<Cow<'_, str>> = sources
+            .iter()
+            .map(|source| String::from_utf8_lossy(&source.text))
+            .collect();
         let mut maps = Vec::with_capacity(sources.len());
-        for (index, source) in sources.iter().enumerate() {
-            let map = decode(index, source, &mut report);
-            if let Some(map) = &map
-                && read_file(map, &mut draft, &mut report)
-            {
-                broken.push(map.text());
+        for (index, (source, text)) in sources.iter().zip(&texts).enumerate() {
+            let map = SourceMap::new(index, &source.path, text);
+            let complete = check_text(source, &map, &mut report);
+            if source.text.len() <= MAX_FILE_BYTES {
+                let parsed = read_file(&map, &mut draft, &mut report);
+                if !(complete && parsed) {
+                    broken.push(map.text());
+                }
             }
             maps.push(map);
         }
@@ -79,41 +86,29 @@ impl Policy {
     }
 }
 
-/// The text of a source, if it is text.
-fn decode<'a>(index: usize, source: &'a Source, report: &mut Report) -> Option<SourceMap<'a>> {
-    let (valid, rest) = match std::str::from_utf8(&source.text) {
-        Ok(text) => (text, None),
-        Err(error) => {
-            let valid = &source.text[..error.valid_up_to()];
-            (
-                std::str::from_utf8(valid).unwrap_or_default(),
-                source.text.get(error.valid_up_to()),
-            )
-        }
-    };
-    let map = SourceMap::new(index, &source.path, valid);
+/// Whether the source is text and not too long. Bytes that are no text are replaced, so that the rest is still read.
+fn check_text(source: &Source, map: &SourceMap<'_>, report: &mut Report) -> bool {
     if source.text.len() > MAX_FILE_BYTES {
         let message = format!(
             "the file has {} bytes; more than {MAX_FILE_BYTES} are not read",
             source.text.len()
         );
-        report.push(
-            Diagnostic::error(&map.origin(0..0), message).help("split it into several files"),
-        );
-        return None;
+        let start = map.origin(0..0);
+        report.push(Diagnostic::error(&start, message).help("split it into several files"));
+        return false;
     }
-    if let Some(byte) = rest {
-        let origin = map.origin(valid.len()..valid.len());
-        report.push(
-            Diagnostic::error(&origin, format!("the file is not UTF-8: byte 0x{byte:02x}"))
-                .help("save it as UTF-8"),
-        );
-        return None;
-    }
-    Some(map)
+    let Err(error) = std::str::from_utf8(&source.text) else {
+        return true;
+    };
+    let at = error.valid_up_to();
+    let byte = source.text.get(at).copied().unwrap_or_default();
+    let origin = map.origin(at..at + char::REPLACEMENT_CHARACTER.len_utf8());
+    let message = format!("the file is not UTF-8: byte 0x{byte:02x}");
+    report.push(Diagnostic::error(&origin, message).help("save it as UTF-8"));
+    false
 }
 
-/// Reads one file into the draft. Returns whether it has syntax errors.
+/// Reads one file into the draft. Returns whether it has no syntax errors.
 fn read_file(map: &SourceMap<'_>, draft: &mut Draft, report: &mut Report) -> bool {
     let (table, errors) = DeTable::parse_recoverable(map.text());
     let mut broken_spans = Vec::new();
@@ -137,7 +132,7 @@ fn read_file(map: &SourceMap<'_>, draft: &mut Draft, report: &mut Report) -> boo
         broken_spans,
     };
     reader.root(table.get_ref(), draft);
-    !errors.is_empty()
+    errors.is_empty()
 }
 
 fn syntax_error(
@@ -189,7 +184,7 @@ impl Draft {
     fn finish(self, broken: &[&str], report: &mut Report) -> (Policy, Vec<Spanned<GpuSelector>>) {
         let mut tenants = BTreeMap::new();
         for (name, draft) in self.tenants {
-            let Some(cgroup) = draft.cgroup else {
+            let cgroup = draft.cgroup.unwrap_or_else(|| {
                 // The cgroup may stand where a file with syntax errors could not be read.
                 if !draft.cgroup_given && !broken.iter().any(|text| text.contains(&name)) {
                     let message = format!("tenant {} has no cgroup", quote(&name));
@@ -197,8 +192,12 @@ impl Draft {
                         "add cgroup = \"/path/of/its.slice\" here or in another file; if the tenant is gone, remove what is left of it",
                     ));
                 }
-                continue;
-            };
+                // An error is reported in every case. The rest of the tenant is still checked.
+                Spanned {
+                    value: CgroupPattern::nowhere(),
+                    origin: draft.origin.clone(),
+                }
+            });
             let tenant = Tenant {
                 name: name.clone(),
                 origin: draft.origin,
@@ -226,10 +225,7 @@ struct Reader<'a, 'b> {
     broken_spans: Vec<Range<usize>>,
 }
 
-type Entry<'a, 'i> = (
-    &'a TomlSpanned<std::borrow::Cow<'i, str>>,
-    &'a TomlSpanned<DeValue<'i>>,
-);
+type Entry<'a, 'i> = (&'a TomlSpanned<Cow<'i, str>>, &'a TomlSpanned<DeValue<'i>>);
 
 /// The kind of table that keys stand in.
 #[derive(Clone, Copy, PartialEq)]
@@ -251,6 +247,13 @@ impl Place {
             .copied()
             .chain(Key::ALL.iter().map(|key| key.name()))
             .collect()
+    }
+
+    /// Whether `name` is a key here, or the first part of one.
+    fn has(self, name: &str) -> bool {
+        self.keys()
+            .iter()
+            .any(|key| key.split('.').next() == Some(name))
     }
 
     fn describe(self) -> &'static str {
@@ -309,6 +312,9 @@ impl Reader<'_, '_> {
                         }
                     }
                 }
+                // The header of the table that it stood in could not be read.
+                _ if !self.broken_spans.is_empty()
+                    && (Place::Tenant.has(name) || Place::Class.has(name)) => {}
                 _ => {
                     let help = match nearest(name, ["tenant", "class"]) {
                         Some(near) => format!("did you mean [{near}.NAME]?"),
@@ -336,7 +342,7 @@ impl Reader<'_, '_> {
     }
 
     /// Checks the name of a tenant or class.
-    fn name(&mut self, kind: &str, key: &TomlSpanned<std::borrow::Cow<'_, str>>) -> bool {
+    fn name(&mut self, kind: &str, key: &TomlSpanned<Cow<'_, str>>) -> bool {
         let good = is_name(key.get_ref());
         if !good {
             self.error(
@@ -480,17 +486,17 @@ impl Reader<'_, '_> {
             let selector = match GpuSelector::parse(text) {
                 Ok(selector) => Some(selector),
                 Err(error) => {
-                    // `gpu.memory.max = …`: the GPU was left out.
-                    let help = if Key::GROUPS.contains(&text) {
-                        HELP
-                    } else {
-                        SELECTOR_HELP
-                    };
                     let what = match error {
-                        crate::gpu::GpuSelectorError::Uuid { .. } => "is not a whole GPU UUID",
-                        crate::gpu::GpuSelectorError::Unknown { .. } => "names no GPU",
+                        GpuSelectorError::Uuid { .. } => "is not a whole GPU UUID",
+                        GpuSelectorError::Unknown { .. } => "names no GPU",
                     };
+                    // `gpu.memory.max = …`: the GPU was left out, what follows is no table of one.
+                    let left_out = Key::GROUPS.contains(&text);
+                    let help = if left_out { HELP } else { SELECTOR_HELP };
                     self.error(key.span(), format!("{} {what}", quote(text)), help);
+                    if left_out {
+                        continue;
+                    }
                     None
                 }
             };
@@ -518,7 +524,7 @@ impl Reader<'_, '_> {
     fn limit(
         &mut self,
         place: Place,
-        key: &TomlSpanned<std::borrow::Cow<'_, str>>,
+        key: &TomlSpanned<Cow<'_, str>>,
         value: &TomlSpanned<DeValue<'_>>,
         limits: &mut Limits,
     ) {
@@ -551,12 +557,13 @@ impl Reader<'_, '_> {
 
     fn unknown(&mut self, place: Place, name: &str, span: Range<usize>) {
         let keys = place.keys();
-        let help = match (nearest(name, keys.iter().copied()), name) {
-            (Some(near), _) => format!("did you mean {near}?"),
-            (None, "cgroup" | "class" | "gpu" | "priority" | "exclusive") => {
-                format!("{name} does not belong into {}", place.describe())
-            }
-            (None, _) => {
+        let near = nearest_keys(name, &keys);
+        let help = match name {
+            "cgroup" | "class" => format!("{name} belongs to a tenant"),
+            "priority" | "exclusive" => format!("{name} belongs to a class"),
+            "gpu" => "a table of one GPU stands in a tenant or a class".to_owned(),
+            _ if !near.is_empty() => format!("did you mean {}?", near.join(" or ")),
+            _ => {
                 let group = name
                     .split('.')
                     .next()

@@ -7,7 +7,7 @@ use crate::limits::{Key, Limits};
 use crate::name::{NAME_HELP, is_name, toml_string};
 use crate::raw::{Mistake, Raw, in_context};
 use crate::source::Origin;
-use crate::suggest::nearest;
+use crate::suggest::nearest_keys;
 
 /// A key that can be set on a tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -30,12 +30,12 @@ impl Property {
             "cgroup" => Ok(Self::Cgroup),
             "class" => Ok(Self::Class),
             _ => Key::from_name(name).map(Self::Limit).ok_or_else(|| {
-                let help = match nearest(name, names()) {
-                    Some(near) => format!("did you mean {near}?"),
-                    None => format!(
-                        "the properties are {}",
-                        names().collect::<Vec<_>>().join(", ")
-                    ),
+                let all: Vec<&str> = names().collect();
+                let near = nearest_keys(name, &all);
+                let help = if near.is_empty() {
+                    format!("the properties are {}", all.join(", "))
+                } else {
+                    format!("did you mean {}?", near.join(" or "))
                 };
                 PropertyError::Unknown {
                     key: name.chars().take(80).collect(),

@@ -6,7 +6,7 @@ pub(crate) fn nearest<'a>(
     candidates: impl IntoIterator<Item = &'a str>,
 ) -> Option<&'a str> {
     // Longer than any key or name: a comparison would cost time and find nothing.
-    if given.len() > 128 {
+    if given.is_empty() || given.len() > 128 {
         return None;
     }
     let folded = fold(given);
@@ -14,26 +14,68 @@ pub(crate) fn nearest<'a>(
         .into_iter()
         .filter_map(|candidate| {
             let target = fold(candidate);
-            let distance = if target == folded {
-                0
-            } else if folded.len() >= 3 && target.rsplit('.').next() == Some(folded.as_str()) {
-                // `weight` for `time.weight`
-                1
-            } else {
-                distance(&folded, &target)
-            };
-            let allowed = (target.chars().count().max(folded.chars().count()) / 3).max(1);
-            (distance <= allowed).then_some((distance, candidate))
+            let longer = target.chars().count().max(folded.chars().count());
+            let distance = distance(&folded, &target);
+            (distance <= (longer / 3).max(1)).then_some((distance, candidate))
         })
         .min()
         .map(|(_, candidate)| candidate)
 }
 
-/// Case, and which of `.`, `-`, `_` was used, is no difference.
+/// The keys that an unknown key may have been meant to be: the nearest one, or those of which it is the last part.
+pub(crate) fn nearest_keys<'a>(given: &str, keys: &[&'a str]) -> Vec<&'a str> {
+    let last = |key: &'a str| key.rsplit('.').next().unwrap_or(key);
+    let translated = translate(given);
+    let given = translated.as_deref().unwrap_or(given);
+    if keys.contains(&given) {
+        return keys.iter().copied().filter(|key| *key == given).collect();
+    }
+    if !given.contains('.') {
+        let lasts: Vec<&str> = keys
+            .iter()
+            .copied()
+            .filter(|key| key.contains('.'))
+            .map(last)
+            .collect();
+        // `weight` or `wieght` for `time.weight`; short words are near to everything.
+        if given.len() >= 3
+            && let Some(near) = nearest(given, lasts.iter().copied())
+            && (near == given || near.len() >= 5)
+        {
+            return keys
+                .iter()
+                .copied()
+                .filter(|key| key.contains('.') && last(key) == near)
+                .collect();
+        }
+    }
+    nearest(given, keys.iter().copied()).into_iter().collect()
+}
+
+/// What other systems call the same thing.
+fn translate(given: &str) -> Option<String> {
+    let (group, last) = given
+        .rsplit_once('.')
+        .map_or(("", given), |(group, last)| (group, last));
+    let own = match last {
+        "limit" | "hard" | "quota" | "ceiling" => "max",
+        "soft" | "request" => "high",
+        "reserve" | "reservation" | "guarantee" | "low" => "min",
+        "share" | "shares" => "weight",
+        _ => return None,
+    };
+    Some(if group.is_empty() {
+        own.to_owned()
+    } else {
+        format!("{group}.{own}")
+    })
+}
+
+/// Case, and which of `-` and `_` was used, is no difference.
 fn fold(text: &str) -> String {
     text.chars()
         .map(|c| match c {
-            '_' | '-' | ' ' => '-',
+            '_' | ' ' => '-',
             c => c.to_ascii_lowercase(),
         })
         .collect()
@@ -74,9 +116,20 @@ mod tests {
     fn near_ones_are_found() {
         assert_eq!(nearest("memroy.max", KEYS), Some("memory.max"));
         assert_eq!(nearest("memory_max", KEYS), Some("memory.max"));
-        assert_eq!(nearest("weight", KEYS), Some("time.weight"));
         assert_eq!(nearest("Memory.High", KEYS), Some("memory.high"));
         assert_eq!(nearest("launch.mx", KEYS), Some("launch.max"));
+    }
+
+    #[test]
+    fn a_key_without_its_table_is_found() {
+        assert_eq!(nearest_keys("weight", &KEYS), ["time.weight"]);
+        assert_eq!(nearest_keys("wieght", &KEYS), ["time.weight"]);
+        assert_eq!(nearest_keys("max", &KEYS), ["memory.max", "launch.max"]);
+        assert_eq!(nearest_keys("memory.limit", &KEYS), ["memory.max"]);
+        assert_eq!(nearest_keys("limit", &KEYS), ["memory.max", "launch.max"]);
+        assert_eq!(nearest_keys("time.share", &KEYS), ["time.weight"]);
+        assert!(nearest_keys("mux", &KEYS).is_empty());
+        assert!(nearest_keys("", &KEYS).is_empty());
     }
 
     #[test]

@@ -74,6 +74,9 @@ fn cgroups(policy: &Policy, report: &mut Report) {
     let mut globs: Vec<&Tenant> = Vec::new();
     for tenant in policy.tenants.values() {
         let pattern = &tenant.cgroup.value;
+        if pattern.is_nowhere() {
+            continue;
+        }
         if pattern.is_exact() {
             match exact.entry(pattern.as_str()) {
                 std::collections::btree_map::Entry::Occupied(first) => {
@@ -196,12 +199,11 @@ fn memory_order(layers: &Layers<'_>, report: &mut Report) {
         if value > *max {
             // The one that was written last is what the admin looks at.
             let message = format!("{key} = {value} is above memory.max = {max}");
-            let (at, other, other_text) =
-                if origin.is_builtin() || max_origin > origin && !max_origin.is_builtin() {
-                    (max_origin, origin, format!("{key} = {value}"))
-                } else {
-                    (origin, max_origin, there.clone())
-                };
+            let (at, other, other_text) = if max_origin > origin {
+                (max_origin, origin, format!("{key} = {value}"))
+            } else {
+                (origin, max_origin, there.clone())
+            };
             report.push(
                 Diagnostic::error(at, message)
                     .related(other, other_text)
