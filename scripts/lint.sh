@@ -16,11 +16,14 @@ check() { # NAME COMMAND...
     fi
 }
 
-# The eBPF crate is checked as the enforcer's build script compiles it: by Debian's compiler, for the BPF target.
+# The eBPF crate is checked as enforcer/build.rs compiles it: by Debian's compiler, for the BPF target. `cargo clippy` would
+# take rustup's, so its wrapper is named instead.
 ebpf_clippy() {
-    RUSTC_BOOTSTRAP=aya_ebpf CARGO_ENCODED_RUSTFLAGS="--cfg=bpf_target_arch=\"$(uname -m)\"" \
-        rustup run debian-bpf cargo clippy --quiet -p gpuquota-ebpf --bins --release --target bpfel-unknown-none \
-        --target-dir target/ebpf-lint -- -D warnings
+    local flags
+    flags=$(printf '%s\x1f' "--cfg=bpf_target_arch=\"$(uname -m)\"" -Ctarget-cpu=v3)-Dwarnings
+    RUSTC=/usr/bin/rustc RUSTC_WORKSPACE_WRAPPER=/usr/bin/clippy-driver RUSTC_BOOTSTRAP=aya_ebpf,gpuquota_ebpf \
+        CARGO_ENCODED_RUSTFLAGS=$flags \
+        cargo check --quiet -p gpuquota-ebpf --bins --release --target bpfel-unknown-none --target-dir target/ebpf-lint
 }
 
 docs() {

@@ -12,12 +12,11 @@ machete=0.9.2
 cargo_fuzz=0.13.2
 # The eBPF programs are compiled by Debian's own rustc, because Debian ships a prebuilt core library for the BPF target;
 # bpf-linker must be built on an LLVM at least as new as that compiler's.
-toolchain=debian-bpf
 llvm=/usr/lib/llvm-22
 
 packages_of() {
     case $1 in
-    build) echo ca-certificates gcc libc6-dev make rustc-web cargo-web libstd-rust-web-dev-bpf ;;
+    build) echo ca-certificates gcc libc6-dev make rustc-web libstd-rust-web-dev-bpf ;;
     linker) echo llvm-22-dev ;;
     test) echo fuse3 dbus-daemon binutils cpio xz-utils busybox-static qemu-system-x86 ;;
     lint) echo git rust-web-clippy shellcheck ;;
@@ -75,10 +74,6 @@ install_packages "${wanted[@]}"
 for group in "${groups[@]}"; do
     case $group in
     build)
-        if ! [ -e "${RUSTUP_HOME:-$HOME/.rustup}/toolchains/$toolchain" ]; then
-            say "linking Debian's Rust as toolchain $toolchain"
-            quietly rustup toolchain link "$toolchain" /usr
-        fi
         if ! bpf-linker --version 2>/dev/null </dev/null | grep -qwF "$bpf_linker"; then
             read -ra some <<<"$(packages_of linker)"
             install_packages "${some[@]}"
