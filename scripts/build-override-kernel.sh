@@ -2,13 +2,13 @@
 # Builds the override kernel for the virtual machine tests from the distribution's source package: a small kernel with
 # bpf_override_return, as integration-tests/vm/kernel.fragment says. Takes 7 to 15 minutes on two cores.
 #
-# usage: build-override-kernel.sh [FOLDER]   default: where the tests look, integration-tests/vm/cache/override
+# usage: build-override-kernel.sh [FOLDER]   default: where the tests look for it
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
 
 package=linux-source-6.12
-dir=${1:-$repo/integration-tests/vm/cache/override}
+dir=${1:-${GPUQUOTA_VM_CACHE:-$repo/integration-tests/vm/cache}/override}
 
 scripts/setup.sh kernel
 say "building the override kernel from $package; this takes minutes"

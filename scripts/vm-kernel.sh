@@ -3,6 +3,7 @@
 #   vmlinuz        the kernel image
 #   modules.load   names of the module files beside it that have to be loaded, in order; absent where all is built in
 #   origin         where it came from
+# They are kept in $GPUQUOTA_VM_CACHE, by default integration-tests/vm/cache.
 #
 # usage: vm-kernel.sh stock | backport | newest | override
 #   stock      the distribution's default cloud kernel
@@ -15,7 +16,7 @@ set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 
 kernel=${1:?usage: vm-kernel.sh stock | backport | newest | override}
-cache=$repo/integration-tests/vm/cache
+cache=${GPUQUOTA_VM_CACHE:-$repo/integration-tests/vm/cache}
 dir=$cache/$kernel
 # What the tests need and some kernels have as a module.
 modules=(fuse)
@@ -39,9 +40,10 @@ use_release() { # SUITE
     quietly apt-get "${apt_view[@]}" update || die "cannot read the package lists of $1"
 }
 
-# The first package that PACKAGE depends on and whose name starts with PREFIX and a version.
+# The first package that PACKAGE depends on and whose name starts with PREFIX and a version. Nothing if there is none.
 dependency() { # PACKAGE PREFIX
-    apt-cache "${apt_view[@]}" depends --important "$1" 2>/dev/null | sed -n "s/^ *Depends: \\($2-[0-9].*\\)/\\1/p" | head -n 1
+    { apt-cache "${apt_view[@]}" depends --important "$1" 2>/dev/null || true; } |
+        sed -n "s/^ *Depends: \\($2-[0-9].*\\)/\\1/p" | head -n 1
 }
 
 from_package() { # META-PACKAGE

@@ -22,7 +22,7 @@ fn check(name: &str, kernel: Kernel, lockdown: &str, release: &str, overrides: b
         .cmdline(&format!("lockdown={lockdown}"))
         .binary(env!("CARGO_BIN_EXE_guest-facts"))
         .run("guest-facts", LIMIT)
-        .unwrap();
+        .unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(outcome.status, 0, "{}", outcome.output);
     let fact = |name: &str| {
         let line = outcome

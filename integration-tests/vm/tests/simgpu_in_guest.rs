@@ -13,7 +13,7 @@ fn check(name: &str, kernel: Kernel) {
     let outcome = Vm::new(name, kernel)
         .binary(built("simgpu").unwrap())
         .run(include_str!("simgpu_in_guest.sh"), Duration::from_mins(1))
-        .unwrap();
+        .unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(outcome.status, 0, "{}", outcome.output);
 }
 
