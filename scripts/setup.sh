@@ -43,7 +43,7 @@ install_packages() {
         quietly apt-get update || true
         apt_updated=yes
     fi
-    quietly apt-get install -y --no-install-recommends "${missing[@]}"
+    quietly apt-get -o Acquire::Retries=3 install -y --no-install-recommends "${missing[@]}"
 }
 
 # install_crate NAME VERSION COMMAND-THAT-PRINTS-THE-VERSION [cargo install arguments...]

@@ -12,6 +12,8 @@ set -uo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
 
+# The lines that are picked out below are looked for without colours.
+export CARGO_TERM_COLOR=never
 logs=target/test-logs
 mkdir -p "$logs"
 passed=0 failed=0 skipped=0 bad_suites=()

@@ -31,7 +31,7 @@ use_release() { # SUITE
     local state=$cache/apt-$1 site
     # shellcheck disable=SC2016 # apt fills these in
     site=$(apt-get indextargets --format '$(SITE) $(COMPONENT)' 'Identifier: Packages' |
-        awk '$2 == "main" && $1 !~ /security/ { print $1; exit }')
+        awk '$2 == "main" && $1 !~ /security/ && !found++ { print $1 }')
     [ -n "$site" ] || die "apt's sources name no server of the distribution"
     mkdir -p "$state"/{lists/partial,cache/archives/partial,parts}
     echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $site $1 main" >"$state/sources.list"
