@@ -1,6 +1,6 @@
 //! The other side of the D-Bus interface: what `gpuquotactl` and other programs use to talk to the daemon.
 
-use std::{fmt, pin::Pin, time::Duration};
+use std::{fmt, io::ErrorKind, pin::Pin, time::Duration};
 
 use futures_core::Stream;
 use tokio::net::UnixStream;
@@ -307,8 +307,11 @@ fn protocol(error: impl fmt::Display) -> ClientError {
 fn connect_reason(bus: &Bus, error: &zbus::Error) -> String {
     match (bus, error) {
         (Bus::Peer(_), zbus::Error::InputOutput(error)) => match error.kind() {
-            std::io::ErrorKind::NotFound => "the socket does not exist".into(),
-            std::io::ErrorKind::ConnectionRefused => "nobody listens on the socket".into(),
+            ErrorKind::NotFound => "the socket does not exist".into(),
+            ErrorKind::ConnectionRefused => "nobody listens on the socket".into(),
+            ErrorKind::BrokenPipe | ErrorKind::ConnectionReset | ErrorKind::UnexpectedEof => {
+                "it hung up at once; it ends, or it has too many clients".into()
+            }
             _ => error.to_string(),
         },
         (Bus::Peer(_), _) => format!("it does not let this process in ({error})"),

@@ -19,6 +19,9 @@ use toml::Spanned;
 /// Where the settings are unless `--config` says otherwise.
 pub const DEFAULT_PATH: &str = "/etc/gpuquota/gpuquota.toml";
 
+/// Where commands hand over their listeners unless the runtime directory is another one.
+pub const DEFAULT_LISTENER_SOCKET: &str = "/run/gpuquota/listener.sock";
+
 /// The settings of one daemon, complete and checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -357,6 +360,11 @@ impl Config {
         } else {
             Err(ConfigError::Invalid(problems))
         }
+    }
+
+    /// Where `gpuquotactl run` and container runtimes hand over seccomp listeners.
+    pub fn listener_socket(&self) -> PathBuf {
+        self.runtime_directory.join("listener.sock")
     }
 
     /// What is set and has no effect in this release, for the log at start-up; one sentence each.
@@ -743,6 +751,7 @@ mod tests {
         let config = parse(&[]).expect("defaults");
         assert_eq!(config, Config::default());
         assert_eq!(config.policy.runtime, Path::new("/run/gpuquota/policy.d"));
+        assert_eq!(config.listener_socket(), Path::new(DEFAULT_LISTENER_SOCKET));
         assert!(config.warnings().is_empty());
     }
 

@@ -14,6 +14,7 @@ use std::{
 };
 
 use async_trait::async_trait;
+use rustix::net::{Shutdown, shutdown};
 use tokio::{
     net::{
         UnixStream,
@@ -107,6 +108,13 @@ impl Gate {
             }
         })
         .await
+    }
+
+    fn is_broken(&self) -> bool {
+        self.state
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .broken
     }
 
     /// Waits until the writer gives up.
@@ -267,12 +275,19 @@ pub(super) struct Writer {
 #[async_trait]
 impl WriteHalf for Writer {
     async fn send_message(&mut self, message: &Message) -> zbus::Result<()> {
+        if self.gate.is_broken() {
+            // Answers that were waiting behind the one that failed do not each wait that long.
+            return Err(io::Error::from(io::ErrorKind::BrokenPipe).into());
+        }
         let sent = tokio::time::timeout(WRITE_TIMEOUT, self.inner.send_message(message))
             .await
             .unwrap_or_else(|_| Err(io::Error::from(io::ErrorKind::TimedOut).into()));
         if sent.is_err() {
             // Part of the message may be out: nothing sensible can follow it.
             self.gate.give_up();
+            // The other end learns it now, not when the last task lets go of the connection. If it has hung up
+            // already there is nothing to do.
+            let _ = shutdown(self.inner.as_ref(), Shutdown::Both);
         } else if let Some(serial) = message.header().reply_serial() {
             self.gate.answered(serial);
         }

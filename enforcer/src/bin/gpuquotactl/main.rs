@@ -1,2 +1,92 @@
-//! The command line.
-fn main() {}
+//! `gpuquotactl`: looks at and changes the GPU quotas of this host.
+
+mod args;
+mod change;
+mod error;
+mod generate;
+mod monitor;
+mod output;
+mod policy;
+mod read;
+mod run;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use gpuquota_enforcer::{client::Client, config::Bus, control::QuotaChange};
+
+use self::{
+    args::{Cli, Command, PolicyCommand, Verb},
+    error::Error,
+    read::Which,
+};
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = match cli.command {
+        // Without a runtime: the command inherits what this process is.
+        Command::Run(arguments) => run::run(arguments),
+        Command::Verb(verb) => block_on(dispatch(&cli.bus, verb)).map(|()| ExitCode::SUCCESS),
+    };
+    result.unwrap_or_else(|error| {
+        error::report(&error);
+        ExitCode::from(error.exit_code())
+    })
+}
+
+fn block_on(verb: impl Future<Output = Result<(), Error>>) -> Result<(), Error> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(Error::Start)?
+        .block_on(verb)
+}
+
+async fn dispatch(bus: &Bus, verb: Verb) -> Result<(), Error> {
+    let connect = || Client::connect(bus);
+    match verb {
+        Verb::List(json) => read::list(&connect().await?, json.json).await,
+        Verb::Status { tenant, pid, json } => {
+            let which = match (tenant, pid) {
+                (Some(tenant), _) => Which::Named(tenant),
+                (None, Some(pid)) => Which::OfProcess(pid),
+                (None, None) => Which::All,
+            };
+            read::status(&connect().await?, which, json.json).await
+        }
+        Verb::SetProperty {
+            tenant,
+            properties,
+            gpu,
+            runtime,
+        } => {
+            let change = QuotaChange {
+                tenant,
+                gpu,
+                properties,
+                runtime,
+            };
+            change::set(&connect().await?, &change).await
+        }
+        Verb::ResetProperty { tenant, properties } => {
+            change::reset(&connect().await?, &tenant, &properties).await
+        }
+        Verb::Reload(json) => change::reload(&connect().await?, json.json).await,
+        Verb::Monitor { tenant, json } => {
+            monitor::monitor(&connect().await?, tenant.as_deref(), json.json).await
+        }
+        Verb::Policy(PolicyCommand::Check { files, json }) => policy::check(&files, json.json),
+        Verb::Policy(PolicyCommand::Show { files, json }) => policy::show(&files, json.json),
+        Verb::Policy(PolicyCommand::Explain {
+            tenant,
+            gpu,
+            files,
+            json,
+        }) => policy::explain(&files, &tenant, gpu.as_ref(), bus, json.json).await,
+        Verb::Doctor(json) => read::doctor(&connect().await?, json.json).await,
+        Verb::Version(json) => read::version(bus, json.json).await,
+        Verb::Completions { shell } => generate::completions(shell),
+        Verb::Man { directory } => generate::man(&directory),
+        Verb::DumpState => read::dump_state(&connect().await?).await,
+    }
+}

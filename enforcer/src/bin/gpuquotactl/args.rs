@@ -1,0 +1,284 @@
+//! The command line as clap sees it.
+
+use std::{ffi::OsString, path::PathBuf};
+
+use clap::{Args, Parser, Subcommand, ValueHint};
+use clap_complete::Shell;
+use gpuquota_enforcer::config::{Bus, DEFAULT_LISTENER_SOCKET};
+use gpuquota_policy::GpuSelector;
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0    done
+  1    failed
+  2    wrong usage
+  69   the daemon is not there
+  77   not permitted
+  78   bad configuration
+`run` exits as the command does, with 128 + N after signal N, 126 or 127 if it cannot be executed.";
+
+/// Looks at and changes the GPU quotas of this host.
+#[derive(Debug, Parser)]
+#[command(name = "gpuquotactl", version, after_help = EXIT_CODES, max_term_width = 100)]
+pub struct Cli {
+    /// Where the daemon is: system, session, peer:PATH or a D-Bus address
+    #[arg(
+        long,
+        global = true,
+        value_name = "BUS",
+        env = "GPUQUOTA_BUS",
+        default_value = "system"
+    )]
+    pub bus: Bus,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The verbs.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    #[command(flatten)]
+    Verb(Verb),
+    /// Run a command inside a tenant
+    #[command(after_help = "\
+Example:
+  gpuquotactl run --tenant vision --gpu 0 -- python3 train.py
+
+The command and all it starts belong to the tenant. An allocation over the tenant's budget is answered with
+\"out of memory\"; while the daemon is away, allocations wait for it, and are refused if it stays away.")]
+    Run(RunArgs),
+}
+
+/// The verbs that end by themselves.
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// List the tenants
+    List(Json),
+    /// Show limits, usage and processes
+    Status {
+        /// Only this tenant, with its processes
+        tenant: Option<String>,
+        /// Show the tenant that governs this process instead
+        #[arg(long, value_name = "PID", conflicts_with = "tenant")]
+        pid: Option<u32>,
+        #[command(flatten)]
+        json: Json,
+    },
+    /// Change properties of a tenant: all of them, or none if one is refused
+    #[command(after_help = "\
+Examples:
+  gpuquotactl set-property vision memory.max=20GiB memory.high=18GiB
+  gpuquotactl set-property vision memory.max=70GiB --gpu 1 --runtime
+  gpuquotactl set-property vision memory.high=        remove the property
+
+The change takes effect at once and is kept in a drop-in; files of the administrator are never written.")]
+    SetProperty {
+        /// Name of the tenant
+        tenant: String,
+        /// Properties as in the policy file; an empty value removes one
+        #[arg(required = true, value_name = "KEY=VALUE", value_parser = property)]
+        properties: Vec<(String, String)>,
+        /// One GPU, by index or UUID, instead of all
+        #[arg(long)]
+        gpu: Option<String>,
+        /// Until the next boot only
+        #[arg(long)]
+        runtime: bool,
+    },
+    /// Drop what set-property changed
+    ResetProperty {
+        /// Name of the tenant
+        tenant: String,
+        /// Only these properties
+        #[arg(value_name = "KEY")]
+        properties: Vec<String>,
+    },
+    /// Make the daemon read the policy files again
+    Reload(Json),
+    /// Show events as they happen, until interrupted
+    Monitor {
+        /// Only events of this tenant
+        tenant: Option<String>,
+        #[command(flatten)]
+        json: Json,
+    },
+    /// Look at policy files; works without the daemon
+    #[command(subcommand)]
+    Policy(PolicyCommand),
+    /// Tell what this host offers, what is in use, and why the rest is not
+    Doctor(Json),
+    /// Show the versions of this program and of the daemon
+    Version(Json),
+    /// Print a completion script for a shell
+    Completions {
+        /// Which shell
+        shell: Shell,
+    },
+    /// Write the manual pages into a directory
+    Man {
+        /// Where; must exist
+        #[arg(value_hint = ValueHint::DirPath)]
+        directory: PathBuf,
+    },
+    /// Print the state of the daemon for a bug report
+    #[command(hide = true)]
+    DumpState,
+}
+
+/// For verbs that only read.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct Json {
+    /// Print JSON: exact bytes, no colours
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Verbs about policy files.
+#[derive(Debug, Subcommand)]
+pub enum PolicyCommand {
+    /// Report every problem of the policy files
+    Check {
+        #[command(flatten)]
+        files: PolicyFiles,
+        #[command(flatten)]
+        json: Json,
+    },
+    /// Print the merged policy
+    Show {
+        #[command(flatten)]
+        files: PolicyFiles,
+        #[command(flatten)]
+        json: Json,
+    },
+    /// Tell what holds for a tenant and which file says so
+    Explain {
+        /// Name of the tenant
+        tenant: String,
+        /// What holds on this GPU, by index or UUID
+        #[arg(long, value_name = "GPU", value_parser = selector)]
+        gpu: Option<GpuSelector>,
+        #[command(flatten)]
+        files: PolicyFiles,
+        #[command(flatten)]
+        json: Json,
+    },
+}
+
+/// Which policy files.
+#[derive(Debug, Args)]
+pub struct PolicyFiles {
+    /// Files or directories, read in this order (the later wins), instead of those of the daemon
+    #[arg(value_name = "FILE|DIR", value_hint = ValueHint::AnyPath)]
+    pub paths: Vec<PathBuf>,
+    /// Settings of the daemon, which name the directories
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub config: Option<PathBuf>,
+}
+
+/// How to run a command.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// The tenant that the command belongs to
+    #[arg(long)]
+    pub tenant: String,
+    /// A GPU that the command may see, by index or UUID; may be given several times
+    #[arg(long = "gpu", value_name = "GPU", value_parser = gpu)]
+    pub gpus: Vec<String>,
+    /// User that the command runs as
+    #[arg(long)]
+    pub uid: Option<u32>,
+    /// Group that the command runs as
+    #[arg(long)]
+    pub gid: Option<u32>,
+    /// Socket where the daemon takes over the command's calls
+    #[arg(
+        long,
+        value_name = "PATH",
+        value_hint = ValueHint::FilePath,
+        env = "GPUQUOTA_LISTENER",
+        default_value = DEFAULT_LISTENER_SOCKET
+    )]
+    pub socket: PathBuf,
+    /// The command and its arguments
+    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]
+    pub command: Vec<OsString>,
+}
+
+fn property(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.trim().is_empty() => {
+            Ok((key.trim().to_owned(), value.trim().to_owned()))
+        }
+        _ => Err("write KEY=VALUE, such as memory.max=20GiB".into()),
+    }
+}
+
+fn selector(text: &str) -> Result<GpuSelector, String> {
+    match GpuSelector::parse(text) {
+        Ok(GpuSelector::Any) => Err("name one GPU, by index or UUID".into()),
+        other => other.map_err(|error| error.to_string()),
+    }
+}
+
+/// The values end up in a comma-separated list.
+fn gpu(text: &str) -> Result<String, String> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '/';
+    if text.is_empty() || !text.chars().all(fits) {
+        return Err("a GPU is an index such as 0, or a UUID such as GPU-8b3f1c2e-…".into());
+    }
+    Ok(text.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn properties_need_a_key_and_may_have_an_empty_value() {
+        assert_eq!(
+            property("memory.max = 20GiB"),
+            Ok(("memory.max".into(), "20GiB".into()))
+        );
+        assert_eq!(
+            property("memory.high="),
+            Ok(("memory.high".into(), String::new()))
+        );
+        assert!(property("memory.max").is_err());
+        assert!(property("=1").is_err());
+    }
+
+    #[test]
+    fn a_list_does_not_pass_as_one_gpu() {
+        assert!(gpu("0,1").is_err());
+        assert!(gpu("").is_err());
+        assert!(gpu("GPU-8b3f1c2e-0000-4000-8000-000000000001").is_ok());
+    }
+
+    #[test]
+    fn what_follows_the_command_belongs_to_it() {
+        let cli = Cli::try_parse_from([
+            "gpuquotactl",
+            "run",
+            "--tenant",
+            "t",
+            "sh",
+            "-c",
+            "x",
+            "--bus",
+            "y",
+        ])
+        .expect("valid");
+        let Command::Run(run) = cli.command else {
+            panic!("run expected")
+        };
+        assert_eq!(run.command, ["sh", "-c", "x", "--bus", "y"]);
+    }
+}

@@ -1,0 +1,46 @@
+//! Verbs that change something: set-property, reset-property, reload.
+
+use gpuquota_enforcer::{client::Client, control::QuotaChange};
+
+use crate::{
+    error::Error,
+    output::{clean, counted, print, print_json},
+};
+
+/// `set-property`
+pub async fn set(client: &Client, change: &QuotaChange) -> Result<(), Error> {
+    let file = client.set_quota(change).await?;
+    let until = if change.runtime {
+        ", until the next boot"
+    } else {
+        ""
+    };
+    print(&format!("Kept in {}{until}.\n", clean(&file)))
+}
+
+/// `reset-property`
+pub async fn reset(client: &Client, tenant: &str, properties: &[String]) -> Result<(), Error> {
+    Ok(client.reset_quota(tenant, properties).await?)
+}
+
+/// `reload`
+pub async fn reload(client: &Client, json: bool) -> Result<(), Error> {
+    let loaded = client.reload().await?;
+    if json {
+        return print_json(&loaded);
+    }
+    for warning in &loaded.warnings {
+        // Rendered over several lines by the daemon.
+        eprintln!("{}", clean_lines(warning));
+    }
+    print(&format!(
+        "Policy {} is in force: {}.\n",
+        loaded.generation,
+        counted(loaded.tenants as usize, "tenant")
+    ))
+}
+
+/// [`clean`], but keeps line feeds.
+pub fn clean_lines(text: &str) -> String {
+    text.lines().map(clean).collect::<Vec<_>>().join("\n")
+}

@@ -1,0 +1,7 @@
+//! Users talking to the daemon: the CLI and foreign clients, over the private socket and over a bus.
+
+mod bus;
+mod cli;
+mod peer;
+mod policy_files;
+mod support;
