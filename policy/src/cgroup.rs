@@ -246,8 +246,9 @@ impl CgroupPattern {
             (true, false) => other.matches(&self.text),
             (false, true) => self.matches(&other.text),
             (false, false) => {
-                let (a, b) = (&self.text[..self.literal], &other.text[..other.literal]);
+                let (a, b) = (self.literal_text(), other.literal_text());
                 (a.starts_with(b) || b.starts_with(a))
+                    && last_components_can_meet(&self.components, &other.components)
                     && intersect(
                         &self.components,
                         &other.components,
@@ -427,6 +428,24 @@ fn intersect<P>(
         next = meet;
     }
     next[0]
+}
+
+/// Whether the last components have no different letters at either end. Many globs differ there, and this is cheap.
+fn last_components_can_meet(a: &[Component], b: &[Component]) -> bool {
+    let (Some(Component::Name(a)), Some(Component::Name(b))) = (a.last(), b.last()) else {
+        return true;
+    };
+    // Up to the first token that is no letter, the letters stand below each other.
+    let agree = |pair: (&Token, &Token)| match pair {
+        (Token::Char(x), Token::Char(y)) => Some(x == y),
+        _ => None,
+    };
+    a.iter().zip(b).map_while(agree).all(|same| same)
+        && a.iter()
+            .rev()
+            .zip(b.iter().rev())
+            .map_while(agree)
+            .all(|same| same)
 }
 
 fn components_meet(a: &Component, b: &Component) -> bool {

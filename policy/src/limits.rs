@@ -126,6 +126,17 @@ impl Key {
         Self::ALL.iter().copied().find(|key| key.name() == name)
     }
 
+    /// The key of this name in this table.
+    pub(crate) fn from_parts(group: &str, name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|key| {
+            let rest = key
+                .name()
+                .strip_prefix(group)
+                .and_then(|rest| rest.strip_prefix('.'));
+            rest == Some(name)
+        })
+    }
+
     /// The table that the key stands in, and its name there: `("memory", "max")`.
     pub fn split(self) -> (&'static str, &'static str) {
         self.name().split_once('.').unwrap_or((self.name(), ""))

@@ -293,15 +293,12 @@ impl Reader<'_, '_> {
             let name = key.get_ref().as_ref();
             match name {
                 "tenant" | "class" => {
-                    let help = format!(
-                        "write [{name}.NAME] and the keys of {} below it",
-                        if name == "tenant" {
-                            "the tenant"
-                        } else {
-                            "the class"
-                        }
-                    );
-                    let Some(entries) = self.table(name, value, help) else {
+                    let describe = || {
+                        let help =
+                            format!("write [{name}.NAME] and the keys of the {name} below it");
+                        (name.to_owned(), help)
+                    };
+                    let Some(entries) = self.table(value, describe) else {
                         continue;
                     };
                     for entry in entries {
@@ -326,18 +323,19 @@ impl Reader<'_, '_> {
         }
     }
 
-    /// The entries of a table, or an error if it is none.
+    /// The table that `value` is, or an error with the name and the help that `describe` gives.
     fn table<'v, 'i>(
         &mut self,
-        name: &str,
         value: &'v TomlSpanned<DeValue<'i>>,
-        help: String,
-    ) -> Option<Vec<Entry<'v, 'i>>> {
+        describe: impl FnOnce() -> (String, String),
+    ) -> Option<&'v DeTable<'i>> {
         if let DeValue::Table(table) = value.get_ref() {
-            return Some(table.iter().collect());
+            return Some(table);
         }
         let raw = Raw::of(value.get_ref());
-        self.mistake(name, &raw, value.span(), &Mistake::wrong_type(&raw, help));
+        let (name, help) = describe();
+        let mistake = Mistake::wrong_type(&raw, help);
+        self.mistake(&name, &raw, value.span(), &mistake);
         None
     }
 
@@ -357,11 +355,11 @@ impl Reader<'_, '_> {
     fn tenant(&mut self, (key, value): Entry<'_, '_>, draft: &mut Draft) {
         let name = key.get_ref().as_ref();
         let good_name = self.name("tenant", key);
-        let Some(entries) = self.table(
-            &format!("tenant.{name}"),
-            value,
-            "a tenant is a table: write [tenant.NAME]".to_owned(),
-        ) else {
+        let describe = || {
+            let help = "a tenant is a table: write [tenant.NAME]";
+            (format!("tenant.{name}"), help.to_owned())
+        };
+        let Some(entries) = self.table(value, describe) else {
             return;
         };
         let mut fresh = TenantDraft {
@@ -403,11 +401,11 @@ impl Reader<'_, '_> {
     fn class(&mut self, (key, value): Entry<'_, '_>, draft: &mut Draft) {
         let name = key.get_ref().as_ref();
         let good_name = self.name("class", key);
-        let Some(entries) = self.table(
-            &format!("class.{name}"),
-            value,
-            "a class is a table: write [class.NAME]".to_owned(),
-        ) else {
+        let describe = || {
+            let help = "a class is a table: write [class.NAME]";
+            (format!("class.{name}"), help.to_owned())
+        };
+        let Some(entries) = self.table(value, describe) else {
             return;
         };
         let mut fresh = Class {
@@ -478,7 +476,7 @@ impl Reader<'_, '_> {
         selectors: &mut Vec<Spanned<GpuSelector>>,
     ) {
         const HELP: &str = "limits of one GPU stand in a table such as [tenant.NAME.gpu.\"0\"]";
-        let Some(entries) = self.table("gpu", value, HELP.to_owned()) else {
+        let Some(entries) = self.table(value, || ("gpu".to_owned(), HELP.to_owned())) else {
             return;
         };
         for (key, value) in entries {
@@ -500,7 +498,9 @@ impl Reader<'_, '_> {
                     None
                 }
             };
-            let Some(entries) = self.table(&format!("gpu.{text:?}"), value, HELP.to_owned()) else {
+            let Some(entries) =
+                self.table(value, || (format!("gpu.{}", quote(text)), HELP.to_owned()))
+            else {
                 continue;
             };
             let mut unnamed = Limits::default();
@@ -533,24 +533,27 @@ impl Reader<'_, '_> {
             self.unknown(place, group, key.span());
             return;
         }
-        let inside: Vec<&str> = Key::ALL
-            .iter()
-            .map(|key| key.name())
-            .filter(|name| name.split('.').next() == Some(group))
-            .collect();
-        let help = format!("{group} is a table; its keys are {}", inside.join(", "));
-        let Some(entries) = self.table(group, value, help) else {
+        let describe = || {
+            let inside: Vec<&str> = Key::ALL
+                .iter()
+                .filter(|key| key.split().0 == group)
+                .map(|key| key.name())
+                .collect();
+            let help = format!("{group} is a table; its keys are {}", inside.join(", "));
+            (group.to_owned(), help)
+        };
+        let Some(entries) = self.table(value, describe) else {
             return;
         };
         for (key, value) in entries {
-            let name = format!("{group}.{}", key.get_ref());
-            let Some(known) = Key::from_name(&name) else {
-                self.unknown(place, &name, key.span());
+            let name = key.get_ref().as_ref();
+            let Some(known) = Key::from_parts(group, name) else {
+                self.unknown(place, &format!("{group}.{name}"), key.span());
                 continue;
             };
             let raw = Raw::of(value.get_ref());
             if let Err(mistake) = limits.set(known, &raw, self.map.origin(value.span())) {
-                self.mistake(&name, &raw, value.span(), &mistake);
+                self.mistake(known.name(), &raw, value.span(), &mistake);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! The merged policy.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::builtin::{self, DEFAULT_CLASS};
 use crate::cgroup::{CgroupPattern, ancestors};
@@ -136,16 +136,31 @@ impl Policy {
     ///
     /// A tenant with a glob is known to lie in another when the part before its first wildcard does.
     pub fn nesting(&self) -> BTreeMap<&str, Vec<&str>> {
-        let mut exact: BTreeMap<&str, &str> = BTreeMap::new();
-        let mut globs: Vec<(&str, &CgroupPattern)> = Vec::new();
+        let mut exact: BTreeMap<&str, &Tenant> = BTreeMap::new();
+        // By the text that every match starts with, so that few globs have to be tried for a path.
+        let mut globs: BTreeMap<&str, Vec<&Tenant>> = BTreeMap::new();
         for tenant in self.tenants.values() {
             let pattern = &tenant.cgroup.value;
             if pattern.is_exact() {
-                exact.insert(pattern.as_str(), &tenant.name);
+                exact.insert(pattern.as_str(), tenant);
             } else {
-                globs.push((&tenant.name, pattern));
+                globs
+                    .entry(pattern.literal_text())
+                    .or_default()
+                    .push(tenant);
             }
         }
+        let lengths: BTreeSet<usize> = globs.keys().map(|text| text.len()).collect();
+        let root_at = |path: &str| {
+            let by_glob = || {
+                lengths
+                    .iter()
+                    .filter_map(|length| globs.get(path.get(..*length)?))
+                    .flatten()
+                    .find(|tenant| tenant.cgroup.value.matches(path))
+            };
+            exact.get(path).or_else(by_glob).copied()
+        };
         self.tenants
             .values()
             .map(|tenant| {
@@ -155,15 +170,11 @@ impl Policy {
                 let own = (!pattern.is_exact()).then_some(prefix);
                 let mut above: Vec<&str> = Vec::new();
                 for path in own.into_iter().chain(ancestors(prefix)) {
-                    let by_glob = globs
-                        .iter()
-                        .find(|(_, glob)| glob.matches(path))
-                        .map(|(name, _)| *name);
-                    if let Some(name) = exact.get(path).copied().or(by_glob)
-                        && name != tenant.name
-                        && !above.contains(&name)
+                    if let Some(root) = root_at(path)
+                        && root.name != tenant.name
+                        && !above.contains(&root.name.as_str())
                     {
-                        above.push(name);
+                        above.push(&root.name);
                     }
                 }
                 (tenant.name.as_str(), above)

@@ -174,6 +174,9 @@ fn combinations<'a>(
             found.insert(vec![selector.clone(), GpuSelector::Any]);
         }
     }
+    if found.len() == 1 {
+        return found;
+    }
     // Which UUID and index are the same GPU only the host tells.
     for gpu in host.into_iter().flat_map(|host| &host.gpus) {
         found.insert(

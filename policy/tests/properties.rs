@@ -1,6 +1,7 @@
 //! Properties of the policy language, against models that share no code with it.
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use gpuquota_policy::{
@@ -248,9 +249,9 @@ fn file(written: &[Written], classes: &[Option<usize>; 3]) -> String {
     let mut last: BTreeMap<(String, &str), &str> = BTreeMap::new();
     let mut out = String::new();
     for (index, tenant) in TENANTS.iter().enumerate() {
-        out.push_str(&format!("tenant.{tenant:?}.cgroup = \"/t{index}\"\n"));
+        let _ = writeln!(out, "tenant.{tenant:?}.cgroup = \"/t{index}\"");
         if let Some(class) = classes[index] {
-            out.push_str(&format!("tenant.{tenant:?}.class = {:?}\n", CLASSES[class]));
+            let _ = writeln!(out, "tenant.{tenant:?}.class = {:?}", CLASSES[class]);
         }
     }
     out.push_str("class.own.priority = 3\n");
@@ -270,7 +271,7 @@ fn file(written: &[Written], classes: &[Option<usize>; 3]) -> String {
         );
     }
     for ((table, key), value) in last {
-        out.push_str(&format!("{table}.{key} = {value}\n"));
+        let _ = writeln!(out, "{table}.{key} = {value}");
     }
     out
 }
@@ -404,8 +405,7 @@ fn name_matches(pattern: &str, name: &str) -> bool {
             let end = pattern.find(']').expect("closed");
             let set = match &pattern[..=end] {
                 "[ab]" => "ab",
-                "[!a]" => "bc",
-                "[b-c]" => "bc",
+                "[!a]" | "[b-c]" => "bc",
                 other => panic!("{other}"),
             };
             name.chars().next().is_some_and(|c| set.contains(c))
@@ -505,7 +505,7 @@ proptest! {
         for layer in [Layer::Vendor, Layer::Admin, Layer::Runtime] {
             for ((of, name), sets) in &disk {
                 let masked = disk.keys().any(|(other, same)| other > &layer && same == name);
-                if *of == layer && !masked && name.ends_with(".toml") && !name.starts_with('.') {
+                if *of == layer && !masked && name.strip_suffix(".toml").is_some() && !name.starts_with('.') {
                     for (tenant, weight) in sets {
                         want[*tenant] = Some(*weight);
                     }
@@ -520,7 +520,10 @@ proptest! {
                 let sets = &disk[&(layer, at.file_name().and_then(|name| name.to_str()).expect("name").to_owned())];
                 let mut last: BTreeMap<usize, u32> = BTreeMap::new();
                 last.extend(sets.iter().copied());
-                let text: String = last.iter().map(|(tenant, weight)| format!("tenant.t{tenant}.time.weight = {weight}\n")).collect();
+                let mut text = String::new();
+                for (tenant, weight) in last {
+                    let _ = writeln!(text, "tenant.t{tenant}.time.weight = {weight}");
+                }
                 Source::new(at, layer, text)
             })
             .collect();
