@@ -48,18 +48,16 @@ pub mod kind {
     pub const PROCESS_EXEC: u32 = 6;
     /// An object that may have others below it was freed.
     pub const SUBTREE_FREED: u32 = 7;
-    /// A process used a client that another one made.
-    pub const CLIENT_SHARED: u32 = 8;
     /// Memory was freed by its owner while others hold it.
-    pub const OWNER_FREED: u32 = 9;
+    pub const OWNER_FREED: u32 = 8;
     /// A cgroup was made.
-    pub const CGROUP_MKDIR: u32 = 10;
+    pub const CGROUP_MKDIR: u32 = 9;
     /// A cgroup was removed.
-    pub const CGROUP_RMDIR: u32 = 11;
+    pub const CGROUP_RMDIR: u32 = 10;
     /// A tenant issued a scheduling control.
-    pub const OWN_CONTROL: u32 = 12;
+    pub const OWN_CONTROL: u32 = 11;
     /// A channel group or channel was made.
-    pub const CHANNEL_NEW: u32 = 13;
+    pub const CHANNEL_NEW: u32 = 12;
 }
 
 #[cfg(test)]

@@ -69,6 +69,12 @@ pub struct TenantRow {
     pub parent: u32,
 }
 
+/// Longest name of a tenant in bytes.
+pub const NAME_LEN: usize = 64;
+
+/// Name of a tenant, filled up with zeros. Kept in the kernel so that whoever finds the ledger can read it.
+pub type TenantName = [u8; NAME_LEN];
+
 /// States of a [`TenantRow`].
 pub mod row {
     /// No such tenant.

@@ -212,6 +212,10 @@ pub mod ctrl {
     pub const FB_GET_INFO_V2: u32 = 0x2080_1303;
     /// Memory object: size and placement; list of (index, data) by pointer.
     pub const MEMORY_GET_SURFACE_INFO: u32 = 0x41_0110;
+    /// Subdevice: UUID; see [`gid_info`](super::gid_info).
+    pub const GPU_GET_GID_INFO: u32 = 0x2080_014a;
+    /// Subdevice: marketing name; `u32` flags, then 64 bytes of text.
+    pub const GPU_GET_NAME_STRING: u32 = 0x2080_0110;
     /// P2P object: registers video memory.
     pub const P2P_REGISTER_VIDMEM: u32 = 0x503c_0104;
     /// P2P object: unregisters it.
@@ -523,6 +527,20 @@ pub mod handle_info {
     pub const INDEX_PARENT: u32 = 1;
     /// Ask for the class.
     pub const INDEX_CLASS: u32 = 2;
+}
+
+/// `NV2080_CTRL_GPU_GET_GID_INFO_PARAMS`, of [`ctrl::GPU_GET_GID_INFO`].
+pub mod gid_info {
+    /// Bytes.
+    pub const SIZE: usize = 268;
+    /// Format, in.
+    pub const FLAGS: usize = 4;
+    /// Length of the answer, out.
+    pub const LENGTH: usize = 8;
+    /// The answer.
+    pub const DATA: usize = 12;
+    /// Flag: 16 bytes instead of text.
+    pub const FLAGS_BINARY: u32 = 2;
 }
 
 /// `NV2080_CTRL_FIFO_DISABLE_CHANNELS_PARAMS`, of [`ctrl::FIFO_DISABLE_CHANNELS`].

@@ -9,7 +9,7 @@ use gpuquota_common::{
     event::Event,
     map::{
         AccountKey, Budget, CELLS, Device, DeviceKey, HEARTBEAT_STALE_NS, InFlight, Leaf, MAX_GPUS,
-        MAX_TENANTS, Object, ObjectKey, Process, Refusal, Settings, TenantRow, Usage, banked,
+        MAX_TENANTS, Object, ObjectKey, Process, Refusal, Settings, TenantName, TenantRow, Usage, banked,
         counter, row,
     },
 };
@@ -23,6 +23,9 @@ pub static SETTINGS: Array<Settings> = Array::with_max_entries(1, 0);
 /// Hierarchy of tenants, two banks.
 #[map]
 pub static TENANTS: Array<TenantRow> = Array::with_max_entries(2 * MAX_TENANTS, 0);
+/// Names of tenants. No program reads them; they are here to live as long as the ledger.
+#[map]
+pub static NAMES: Array<TenantName> = Array::with_max_entries(MAX_TENANTS, 0);
 /// Limits by tenant × GPU, two banks.
 #[map]
 pub static BUDGETS: Array<Budget> = Array::with_max_entries(2 * CELLS, 0);

@@ -31,6 +31,8 @@ pub struct Config {
     pub state_directory: PathBuf,
     /// Sockets, and what may go at a reboot.
     pub runtime_directory: PathBuf,
+    /// Where maps and links are pinned, so that they outlive the daemon; in a BPF file system.
+    pub bpf_directory: PathBuf,
     /// Mount point of the cgroup v2 hierarchy; `None`: the first cgroup2 mount.
     pub cgroup_root: Option<PathBuf>,
     /// Where policies are read.
@@ -104,6 +106,7 @@ impl Default for Config {
         Self {
             bus: Bus::System,
             state_directory: "/var/lib/gpuquota".into(),
+            bpf_directory: "/sys/fs/bpf/gpuquota".into(),
             cgroup_root: None,
             policy: PolicyDirectories {
                 vendor: "/usr/lib/gpuquota/policy.d".into(),
@@ -456,6 +459,7 @@ struct File {
     bus: Option<Bus>,
     state_directory: Option<AbsolutePath>,
     runtime_directory: Option<AbsolutePath>,
+    bpf_directory: Option<AbsolutePath>,
     cgroup_root: Option<AbsolutePath>,
     policy: PolicyTable,
     metrics: MetricsTable,
@@ -509,6 +513,7 @@ impl File {
         set(&mut config.bus, self.bus);
         set(&mut config.state_directory, self.state_directory);
         set(&mut config.runtime_directory, self.runtime_directory);
+        set(&mut config.bpf_directory, self.bpf_directory);
         set_some(&mut config.cgroup_root, self.cgroup_root);
         set(&mut config.policy.vendor, self.policy.vendor);
         set(&mut config.policy.admin, self.policy.admin);
@@ -614,7 +619,8 @@ impl<'de> Deserialize<'de> for AbsolutePath {
             Ok(Self(path))
         } else {
             Err(de::Error::custom(format!(
-                "{path:?} is no absolute path; it has to start with \"/\""
+                "\"{}\" is no absolute path; it has to start with \"/\"",
+                path.display()
             )))
         }
     }
@@ -679,7 +685,8 @@ fn bus<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Bus>, D::Err
     })?;
     match &bus {
         Bus::Peer(path) if !path.is_absolute() => Err(de::Error::custom(format!(
-            "{path:?} is no absolute path; write \"peer:/…\""
+            "\"{}\" is no absolute path; write \"peer:/…\"",
+            path.display()
         ))),
         _ => Ok(Some(bus)),
     }
@@ -786,6 +793,7 @@ mod tests {
             bus: Bus::Peer("/run/q/bus".into()),
             state_directory: "/s".into(),
             runtime_directory: "/r".into(),
+            bpf_directory: "/b".into(),
             cgroup_root: Some("/c".into()),
             policy: PolicyDirectories {
                 vendor: "/v".into(),
@@ -803,7 +811,7 @@ mod tests {
                 ungoverned: Ungoverned::Deny,
                 daemon_loss: DaemonLoss::Open,
                 reconcile_interval: Duration::from_millis(250),
-                listener_timeout: Duration::from_secs(120),
+                listener_timeout: Duration::from_mins(2),
             },
             time: TimeSettings {
                 round: Duration::from_millis(20),

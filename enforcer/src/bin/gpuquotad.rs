@@ -1,2 +1,170 @@
-//! The daemon.
-fn main() {}
+//! gpuquotad: holds tenants to their GPU budgets.
+
+use std::{path::PathBuf, process::ExitCode, sync::Arc};
+
+use anyhow::Context as _;
+use clap::Parser;
+use gpuquota_enforcer::{
+    config::{Bus, Config, ConfigError, MemoryBackend},
+    control,
+    enforcer::{Enforcer, EnforcerError, Enrolment},
+    kernel::PinDir,
+    notify::listener::ListenerSocket,
+};
+use tokio::signal::unix::{SignalKind, signal};
+use tracing::{error, info, warn};
+use tracing_subscriber::{EnvFilter, layer::SubscriberExt as _, util::SubscriberInitExt as _};
+
+/// Exit code for a configuration or policy that does not load (`EX_CONFIG`).
+const BAD_CONFIGURATION: u8 = 78;
+
+/// Holds tenants of shared NVIDIA GPUs to their budgets.
+#[derive(Parser, Debug)]
+#[command(name = "gpuquotad", version)]
+struct Arguments {
+    /// Settings file; its folder FILE.d is read after it
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Where to offer the D-Bus interface: system, session, an address, or peer:PATH for a private socket
+    #[arg(long, value_name = "BUS")]
+    bus: Option<Bus>,
+    /// Detach every program, forget the ledger, and end; no daemon may be running
+    #[arg(long)]
+    detach_all: bool,
+    /// Check settings and policy, and end
+    #[arg(long)]
+    check: bool,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    start_logging();
+    match run(arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            error!("{error:#}");
+            let bad_configuration = error.downcast_ref::<ConfigError>().is_some()
+                || matches!(
+                    error.downcast_ref::<EnforcerError>(),
+                    Some(EnforcerError::Policy(_) | EnforcerError::Tenancy(_))
+                );
+            if bad_configuration {
+                ExitCode::from(BAD_CONFIGURATION)
+            } else {
+                ExitCode::FAILURE
+            }
+        }
+    }
+}
+
+/// To the journal where systemd connects us to it, else to standard error; `GPUQUOTA_LOG` filters.
+fn start_logging() {
+    let filter = EnvFilter::try_from_env("GPUQUOTA_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let registry = tracing_subscriber::registry().with(filter);
+    if std::env::var_os("JOURNAL_STREAM").is_some()
+        && let Ok(journal) = tracing_journald::layer()
+    {
+        registry.with(journal).init();
+    } else {
+        registry
+            .with(
+                tracing_subscriber::fmt::layer()
+                    .without_time()
+                    .with_target(false)
+                    .with_writer(std::io::stderr),
+            )
+            .init();
+    }
+}
+
+fn run(arguments: Arguments) -> anyhow::Result<()> {
+    let mut config = Config::load(arguments.config.as_deref())?;
+    if let Some(bus) = arguments.bus {
+        config.bus = bus;
+    }
+    if arguments.detach_all {
+        PinDir::remove_all(&config.bpf_directory)
+            .with_context(|| format!("removing {}", config.bpf_directory.display()))?;
+        info!("detached");
+        return Ok(());
+    }
+    if arguments.check {
+        Enforcer::check(&config)?;
+        info!("settings and policy load");
+        return Ok(());
+    }
+    refuse_missing_backend(config.enforcement.memory)?;
+    for warning in config.warnings() {
+        warn!("{warning}");
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .context("starting the runtime")?;
+    runtime.block_on(serve(config))
+}
+
+/// A backend that is asked for by name and is not there is an error, not a weaker promise.
+fn refuse_missing_backend(backend: MemoryBackend) -> anyhow::Result<()> {
+    match backend {
+        MemoryBackend::Auto | MemoryBackend::Notify | MemoryBackend::Observe => Ok(()),
+        other => anyhow::bail!(
+            "enforcement.memory = \"{other}\": this version has no such backend; it has notify (seccomp user \
+             notification) and observe"
+        ),
+    }
+}
+
+async fn serve(config: Config) -> anyhow::Result<()> {
+    // Taken before anything is started: a signal in between is not lost.
+    let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
+    let mut hangup = signal(SignalKind::hangup()).context("SIGHUP")?;
+    std::fs::create_dir_all(&config.runtime_directory)
+        .with_context(|| format!("making {}", config.runtime_directory.display()))?;
+    let (enforcer, events) = Enforcer::start(config)?;
+    let watch = enforcer.watch(events)?;
+    let socket = ListenerSocket::bind(
+        &enforcer.config().listener_socket(),
+        Arc::new(Enrolment(Arc::clone(&enforcer))),
+    )?;
+    let server = control::dbus::serve(&enforcer.config().bus, Arc::clone(&enforcer) as _).await?;
+    // Only now: policy in the maps, hooks attached, sockets open.
+    sd_notify(&[sd_notify::NotifyState::Ready]);
+    info!("ready");
+    loop {
+        tokio::select! {
+            _ = terminate.recv() => break,
+            _ = interrupt.recv() => break,
+            _ = hangup.recv() => {
+                let reloading = sd_notify::NotifyState::monotonic_usec_now().ok();
+                sd_notify(&[sd_notify::NotifyState::Reloading]);
+                if let Some(now) = reloading {
+                    sd_notify(&[now]);
+                }
+                let enforcer = Arc::clone(&enforcer);
+                let outcome = tokio::task::spawn_blocking(move || enforcer.reload_policy()).await;
+                match outcome {
+                    Ok(Ok(_)) => {}
+                    Ok(Err(error)) => error!("the old policy stays in force: {error}"),
+                    Err(error) => error!(%error, "reload"),
+                }
+                sd_notify(&[sd_notify::NotifyState::Ready]);
+            }
+        }
+    }
+    sd_notify(&[sd_notify::NotifyState::Stopping]);
+    info!("stopping; limits of running commands are kept by their runners");
+    drop(socket);
+    server.shutdown().await;
+    watch.stop();
+    Ok(())
+}
+
+/// Without systemd there is nobody to tell.
+fn sd_notify(state: &[sd_notify::NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        warn!(%error, "systemd could not be told");
+    }
+}

@@ -23,7 +23,7 @@ use aya::{
 use gpuquota_common::{
     map::{
         AccountKey, Budget, CELLS, Device, DeviceKey, InFlight, MAX_TENANTS, Object, ObjectKey,
-        Process, Settings, TenantRow, Usage, banked, cell, counter,
+        NAME_LEN, Process, Settings, TenantName, TenantRow, Usage, banked, cell, counter,
     },
     op,
 };
@@ -38,7 +38,7 @@ static OBJECT: &[u8] =
 
 /// Maps that live on across restarts.
 const PINNED_MAPS: &[&str] = &[
-    "SETTINGS", "TENANTS", "BUDGETS", "USAGE", "CGROUPS", "DEVICES", "INSTANCES", "OBJECTS",
+    "SETTINGS", "TENANTS", "NAMES", "BUDGETS", "USAGE", "CGROUPS", "DEVICES", "INSTANCES", "OBJECTS",
     "ACCOUNTS", "PROCESSES", "IN_FLIGHT", "COUNTERS", "EVENTS",
 ];
 
@@ -135,6 +135,7 @@ pub struct Kernel {
     _links: Vec<FdLink>,
     settings: Mutex<Array<MapData, Settings>>,
     tenants: Mutex<Array<MapData, TenantRow>>,
+    names: Mutex<Array<MapData, TenantName>>,
     budgets: Mutex<Array<MapData, Budget>>,
     cgroups: Mutex<HashMap<MapData, u64, u32>>,
     devices: Mutex<HashMap<MapData, DeviceKey, Device>>,
@@ -180,6 +181,7 @@ impl Kernel {
         let Maps {
             settings,
             tenants,
+            names,
             budgets,
             cgroups,
             devices,
@@ -197,6 +199,7 @@ impl Kernel {
             _links: links,
             settings: Mutex::new(settings),
             tenants: Mutex::new(tenants),
+            names: Mutex::new(names),
             budgets: Mutex::new(budgets),
             cgroups: Mutex::new(cgroups),
             devices: Mutex::new(devices),
@@ -243,6 +246,26 @@ impl Kernel {
         lock(&self.tenants)
             .get(&banked(generation, tenant, MAX_TENANTS), 0)
             .map_err(map_error("TENANTS"))
+    }
+
+    /// Writes the name of a tenant; names are at most [`NAME_LEN`] bytes.
+    pub fn set_name(&self, tenant: u32, name: &str) -> Result<(), KernelError> {
+        let mut padded = [0; NAME_LEN];
+        for (slot, byte) in padded.iter_mut().zip(name.bytes()) {
+            *slot = byte;
+        }
+        lock(&self.names)
+            .set(tenant, padded, 0)
+            .map_err(map_error("NAMES"))
+    }
+
+    /// The name of a tenant; empty where none was ever written.
+    pub fn name(&self, tenant: u32) -> Result<String, KernelError> {
+        let padded = lock(&self.names)
+            .get(&tenant, 0)
+            .map_err(map_error("NAMES"))?;
+        let length = padded.iter().position(|byte| *byte == 0).unwrap_or(NAME_LEN);
+        Ok(String::from_utf8_lossy(&padded[..length]).into_owned())
     }
 
     /// Writes limits into the bank of `generation`.
@@ -478,6 +501,7 @@ fn program_error(program: &'static str) -> impl Fn(ProgramError) -> KernelError 
 struct Maps {
     settings: Array<MapData, Settings>,
     tenants: Array<MapData, TenantRow>,
+    names: Array<MapData, TenantName>,
     budgets: Array<MapData, Budget>,
     cgroups: HashMap<MapData, u64, u32>,
     devices: HashMap<MapData, DeviceKey, Device>,
@@ -496,6 +520,7 @@ impl Maps {
         Ok(Self {
             settings: take(ebpf, "SETTINGS")?,
             tenants: take(ebpf, "TENANTS")?,
+            names: take(ebpf, "NAMES")?,
             budgets: take(ebpf, "BUDGETS")?,
             cgroups: take(ebpf, "CGROUPS")?,
             devices: take(ebpf, "DEVICES")?,

@@ -21,6 +21,8 @@ pub mod supervisor;
 
 use std::{io, path::PathBuf};
 
+pub use recover::restart_waiting_calls;
+
 /// What can go wrong with the notify backend.
 #[derive(Debug, thiserror::Error)]
 pub enum NotifyError {

@@ -1,0 +1,193 @@
+//! What the host offers, what is in use, and what to do about the rest.
+
+use std::{fs, path::Path};
+
+use gpuquota_common::map::counter;
+use nix::sys::utsname::uname;
+
+use crate::{
+    control::{Finding, Verdict},
+    driver::Gpu,
+    enforcer::ALARMS,
+    kernel::{HOOKS, Hook},
+};
+
+/// A finding.
+pub fn finding(subject: &str, verdict: Verdict, detail: String) -> Finding {
+    Finding {
+        subject: subject.to_owned(),
+        verdict,
+        detail,
+    }
+}
+
+/// Findings about the host, for which no daemon is needed.
+pub fn host() -> Vec<Finding> {
+    let mut findings = vec![kernel(), btf(), lockdown(), cgroups(), seccomp()];
+    findings.extend(HOOKS.iter().map(|(program, hook)| hook_finding(program, *hook)));
+    findings
+}
+
+fn kernel() -> Finding {
+    let release = uname().map_or_else(
+        |error| error.to_string(),
+        |name| name.release().to_string_lossy().into_owned(),
+    );
+    let numbers: Vec<u32> = release
+        .split(['.', '-'])
+        .map_while(|part| part.parse().ok())
+        .collect();
+    let (verdict, detail) = match numbers.as_slice() {
+        [major, minor, ..] if (*major, *minor) >= (5, 15) => (Verdict::Ok, release),
+        _ => (Verdict::Error, format!("{release}; at least 5.15 is needed")),
+    };
+    finding("kernel", verdict, detail)
+}
+
+fn btf() -> Finding {
+    if Path::new("/sys/kernel/btf/vmlinux").exists() {
+        return finding("BTF", Verdict::Ok, "kernel structures are described".to_owned());
+    }
+    finding(
+        "BTF",
+        Verdict::Error,
+        "no /sys/kernel/btf/vmlinux; a kernel with CONFIG_DEBUG_INFO_BTF is needed".to_owned(),
+    )
+}
+
+fn lockdown() -> Finding {
+    match fs::read_to_string("/sys/kernel/security/lockdown") {
+        Ok(text) => {
+            let mode = text
+                .split_whitespace()
+                .find_map(|word| word.strip_prefix('[')?.strip_suffix(']'))
+                .unwrap_or("unknown");
+            finding(
+                "lockdown",
+                Verdict::Info,
+                format!("{mode}; the backend in use (notify) works under every mode"),
+            )
+        }
+        Err(_) => finding(
+            "lockdown",
+            Verdict::Info,
+            "securityfs is not mounted, so the mode is not known; the backend in use (notify) does not mind".to_owned(),
+        ),
+    }
+}
+
+fn cgroups() -> Finding {
+    match crate::cgroup::Hierarchy::open(None) {
+        Ok(hierarchy) => finding(
+            "cgroup v2",
+            Verdict::Ok,
+            format!("mounted at {}", hierarchy.root().display()),
+        ),
+        Err(error) => finding("cgroup v2", Verdict::Error, error.to_string()),
+    }
+}
+
+fn seccomp() -> Finding {
+    let actions = fs::read_to_string("/proc/sys/kernel/seccomp/actions_avail").unwrap_or_default();
+    if actions.split_whitespace().any(|action| action == "user_notif") {
+        return finding(
+            "seccomp user notification",
+            Verdict::Ok,
+            "`gpuquotactl run` can refuse allocations".to_owned(),
+        );
+    }
+    finding(
+        "seccomp user notification",
+        Verdict::Error,
+        "not offered (CONFIG_SECCOMP_FILTER, kernel 5.0): nothing can refuse allocations".to_owned(),
+    )
+}
+
+fn hook_finding(program: &str, hook: Hook) -> Finding {
+    let (group, event) = match hook {
+        Hook::Tracepoint(group, event) => (group, event),
+        Hook::Raw(event) => ("sched", event),
+    };
+    let subject = format!("tracepoint {group}:{event}");
+    let roots = ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"];
+    if roots
+        .iter()
+        .any(|root| Path::new(root).join("events").join(group).join(event).exists())
+    {
+        return finding(&subject, Verdict::Ok, format!("for program {program}"));
+    }
+    finding(
+        &subject,
+        Verdict::Error,
+        format!(
+            "not found, and program {program} needs it; is tracefs mounted? mount -t tracefs none \
+             /sys/kernel/tracing"
+        ),
+    )
+}
+
+/// The driver's version and what follows from it.
+pub fn driver_version(version: &str, enforcing: bool) -> Finding {
+    if enforcing {
+        finding("NVIDIA driver", Verdict::Ok, version.to_owned())
+    } else {
+        finding(
+            "NVIDIA driver",
+            Verdict::Error,
+            format!(
+                "{version}: nothing is enforced; either the version is not known (add it to gpu.accept-driver \
+                 once you have tried it) or enforcement.memory is \"observe\""
+            ),
+        )
+    }
+}
+
+/// A GPU and whether its number in the driver's calls is known.
+pub fn gpu(gpu: &Gpu) -> Finding {
+    let card = &gpu.card;
+    let subject = format!("GPU {}", card.index);
+    let text = format!("{} {} ({} MiB)", card.uuid, card.name, card.memory_total >> 20);
+    if gpu.instance_known {
+        return finding(&subject, Verdict::Ok, text);
+    }
+    finding(
+        &subject,
+        Verdict::Warning,
+        format!("{text}; the driver did not tell its device instance, {} was taken", gpu.instance),
+    )
+}
+
+/// Counters that should be zero.
+pub fn counters(counters: &[u64; counter::COUNT as usize]) -> Vec<Finding> {
+    ALARMS
+        .iter()
+        .filter_map(|(index, name, meaning)| {
+            let value = counters[*index as usize];
+            (value > 0).then(|| finding(name, Verdict::Warning, format!("{value}: {meaning}")))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_hook_of_the_observer_is_looked_at() {
+        let findings = host();
+        for (program, _) in HOOKS {
+            assert!(
+                findings.iter().any(|finding| finding.detail.contains(program)),
+                "{program}"
+            );
+        }
+    }
+
+    #[test]
+    fn quiet_counters_are_not_mentioned() {
+        let mut values = [0; counter::COUNT as usize];
+        assert!(counters(&values).is_empty());
+        values[counter::OBJECTS_FULL as usize] = 3;
+        assert_eq!(counters(&values).len(), 1);
+    }
+}

@@ -1,0 +1,297 @@
+//! The enforcement core: one policy in force, the cgroups that it governs, and every question about them.
+//!
+//! [`Enforcer`] ties the pure parts (policy, tenancy, lifecycle) to the kernel side. It is shared by the threads
+//! that serve events, listeners and the bus; each of its locks is held for a computation or a map update, never
+//! for a tenant.
+
+mod answers;
+mod governing;
+mod judging;
+mod policy;
+mod watching;
+
+use std::{
+    collections::BTreeMap,
+    io,
+    path::PathBuf,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use aya::maps::{MapData, RingBuf};
+use gpuquota_common::map::MAX_GPUS;
+use gpuquota_policy::{Diagnostics, Host, HostGpu, Policy};
+use tokio::sync::broadcast;
+use tracing::warn;
+
+use crate::{
+    cgroup::{CgroupError, Hierarchy},
+    config::{Config, MemoryBackend},
+    control::Notice,
+    driver::{Driver, DriverError, Topology, nvidia::Nvidia},
+    kernel::{Kernel, KernelError, PinDir},
+    lifecycle::Proc,
+    policy_files::FileError,
+    telemetry::{Telemetry, TelemetryError},
+    tenancy::{Seating, TenancyError},
+};
+
+pub(crate) use answers::ALARMS;
+pub use judging::Enrolment;
+pub use watching::Watch;
+
+/// How long NVML may take to answer the first time.
+const NVML_PATIENCE: Duration = Duration::from_secs(10);
+/// Notices that a slow receiver may be behind.
+const NOTICES: usize = 1024;
+
+/// Why the daemon cannot start, or a policy cannot come into force.
+#[derive(Debug, thiserror::Error)]
+pub enum EnforcerError {
+    /// The kernel side.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    /// The cgroups.
+    #[error(transparent)]
+    Cgroup(#[from] CgroupError),
+    /// The driver.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+    /// NVML.
+    #[error("{0}; without it the GPUs of the host are not known")]
+    Telemetry(#[from] TelemetryError),
+    /// A policy file.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The policy.
+    #[error("{0}")]
+    Policy(Diagnostics),
+    /// The policy does not fit.
+    #[error(transparent)]
+    Tenancy(#[from] TenancyError),
+    /// A property that `set-property` does not take.
+    #[error(transparent)]
+    Property(#[from] gpuquota_policy::dropin::DropinError),
+    /// The pins.
+    #[error("{path}: {source}")]
+    Pins {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A thread or a descriptor.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// Why it failed.
+        source: io::Error,
+    },
+}
+
+/// The policy in force and what follows from it.
+struct InForce {
+    policy: Arc<Policy>,
+    seating: Seating,
+    generation: u64,
+    /// Roots of tenants: cgroup id to tenant index and path.
+    roots: BTreeMap<u64, (u32, String)>,
+    /// Tenant index by cgroup path, for callers at a supervisor; dropped with every change.
+    by_path: BTreeMap<String, Option<u32>>,
+    warnings: Vec<String>,
+}
+
+/// The enforcement core.
+pub struct Enforcer {
+    config: Config,
+    kernel: Arc<Kernel>,
+    hierarchy: Hierarchy,
+    telemetry: Telemetry,
+    topology: Topology,
+    host: Host,
+    driver_version: String,
+    /// False for a driver that is not known: then everything is observed and nothing refused.
+    enforcing: bool,
+    /// Why maps and links are not pinned, if they are not.
+    unpinned: Option<String>,
+    processes: Proc,
+    in_force: RwLock<InForce>,
+    /// Held while a policy is being changed, from reading the files to the kernel: one change at a time.
+    changing: Mutex<()>,
+    notices: broadcast::Sender<Notice>,
+    stopping: AtomicBool,
+}
+
+impl Enforcer {
+    /// Looks at the host, attaches the kernel side, and puts the policy on disk into force.
+    ///
+    /// Returns the enforcer and the ring of events, which [`Enforcer::watch`] serves. Nothing is attached if
+    /// the policy does not load.
+    pub fn start(config: Config) -> Result<(Arc<Self>, RingBuf<MapData>), EnforcerError> {
+        let hierarchy = Hierarchy::open(config.cgroup_root.as_deref())?;
+        let telemetry = Telemetry::nvml(
+            config.enforcement.reconcile_interval,
+            config.gpu.nvml_library.as_deref(),
+        )
+        .map_err(system("starting the NVML thread"))?;
+        let snapshot = telemetry.first(NVML_PATIENCE)?;
+        let driver = Nvidia::new(&config.gpu.device_dir);
+        let topology = driver.discover(&snapshot.cards)?;
+        let host = Host {
+            gpus: snapshot
+                .cards
+                .iter()
+                .map(|card| HostGpu {
+                    index: card.index,
+                    uuid: card.uuid.clone(),
+                    memory: card.memory_total,
+                })
+                .collect(),
+        };
+        // Everything that an admin can have written wrongly is found before the kernel is touched.
+        policy::load(&config.policy, &host)?;
+        let known = driver.knows_version(&snapshot.driver_version)
+            || config.gpu.accept_driver.contains(&snapshot.driver_version);
+        if !known {
+            warn!(
+                version = snapshot.driver_version,
+                "this driver version is not known: OBSERVING ONLY, nothing is enforced; add it to \
+                 gpu.accept-driver once you have tried it"
+            );
+        }
+        let memory = config.enforcement.memory;
+        let control = config.gpu.device_dir.join("nvidiactl");
+        let processes = Proc::new(&control).map_err(system("looking at nvidiactl"))?;
+        let (pins, unpinned) = open_pins(&config)?;
+        let (kernel, events) = Kernel::attach(pins.as_ref())?;
+        let (notices, _) = broadcast::channel(NOTICES);
+        let enforcer = Arc::new(Self {
+            in_force: RwLock::new(InForce {
+                policy: Arc::default(),
+                seating: governing::restore_seating(&kernel)?,
+                generation: kernel.settings()?.generation,
+                roots: BTreeMap::new(),
+                by_path: BTreeMap::new(),
+                warnings: Vec::new(),
+            }),
+            config,
+            kernel: Arc::new(kernel),
+            hierarchy,
+            telemetry,
+            topology,
+            host,
+            driver_version: snapshot.driver_version.clone(),
+            enforcing: known && memory != MemoryBackend::Observe,
+            unpinned,
+            processes,
+            changing: Mutex::new(()),
+            notices,
+            stopping: AtomicBool::new(false),
+        });
+        enforcer.describe_host()?;
+        enforcer.reload_policy()?;
+        Ok((enforcer, events))
+    }
+
+    /// Checks settings and policy without touching the kernel side. Without a GPU, what depends on the GPUs of
+    /// the host is not checked.
+    pub fn check(config: &Config) -> Result<(), EnforcerError> {
+        let sources = crate::policy_files::read(&config.policy)?;
+        Policy::load(&sources, None)
+            .map(drop)
+            .map_err(EnforcerError::Policy)
+    }
+
+    /// Tells the kernel side about devices, GPUs and this daemon.
+    fn describe_host(&self) -> Result<(), KernelError> {
+        self.kernel.set_devices(&self.topology.devices)?;
+        for instance in 0..MAX_GPUS {
+            let gpu = self
+                .topology
+                .gpus
+                .iter()
+                .find(|gpu| gpu.instance == instance)
+                .map_or(u32::MAX, |gpu| gpu.card.index);
+            self.kernel.set_instance(instance, gpu)?;
+        }
+        let gpus = self.gpu_count();
+        self.kernel.update_settings(|settings| {
+            settings.daemon_tgid = std::process::id();
+            settings.gpus = gpus;
+            settings.heartbeat_ns = monotonic_ns();
+        })
+    }
+
+    /// GPUs of the host; bounded by the layouts.
+    fn gpu_count(&self) -> u32 {
+        u32::try_from(self.topology.gpus.len()).unwrap_or(MAX_GPUS)
+    }
+
+    /// The settings that the daemon runs with.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The kernel side.
+    pub fn kernel(&self) -> &Kernel {
+        &self.kernel
+    }
+
+    /// Says that the daemon is about to end: threads that ask stop.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::Relaxed);
+    }
+
+    fn stopping(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed)
+    }
+
+    fn notify(&self, notice: Notice) {
+        // Nobody listening is fine.
+        let _ = self.notices.send(notice);
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, InForce> {
+        self.in_force.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, InForce> {
+        self.in_force
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self) -> MutexGuard<'_, ()> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Opens the pin folder. A host without a BPF file system is served without pins, and says so.
+fn open_pins(config: &Config) -> Result<(Option<PinDir>, Option<String>), EnforcerError> {
+    match PinDir::open(&config.bpf_directory) {
+        Ok(pins) => Ok((Some(pins), None)),
+        Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+            warn!(%error, "the ledger is not pinned: a restart of the daemon forgets it");
+            Ok((None, Some(error.to_string())))
+        }
+        Err(source) => Err(EnforcerError::Pins {
+            path: config.bpf_directory.clone(),
+            source,
+        }),
+    }
+}
+
+fn system(what: &'static str) -> impl Fn(io::Error) -> EnforcerError {
+    move |source| EnforcerError::System { what, source }
+}
+
+/// `CLOCK_MONOTONIC` in nanoseconds, the clock of the kernel side.
+fn monotonic_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    // Neither part is negative on this clock.
+    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
+}

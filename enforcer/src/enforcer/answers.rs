@@ -1,0 +1,369 @@
+//! Answers to users: the [`Control`] of a running daemon.
+
+use std::{collections::BTreeMap, fs, path::PathBuf};
+
+use gpuquota_common::map::{MAX_TENANTS, NO_TENANT, counter};
+use serde_json::json;
+use tokio::sync::broadcast;
+
+use super::{Enforcer, EnforcerError};
+use crate::{
+    config::MemoryBackend,
+    control::{
+        Backend, BackendState, Control, ControlError, Finding, Gpu, Notice, PolicyLoaded,
+        ProcessUse, QuotaChange, Tenant, TenantGpu, Verdict,
+    },
+    doctor,
+};
+
+/// Charged bytes of processes by tenant index and GPU.
+type Holdings = BTreeMap<(u32, u32), Vec<(u32, u64)>>;
+
+impl Control for Enforcer {
+    fn version(&self) -> String {
+        env!("CARGO_PKG_VERSION").to_owned()
+    }
+
+    fn backends(&self) -> Vec<Backend> {
+        let notify = if self.enforcing() {
+            (
+                BackendState::Active,
+                "decides for every command started by `gpuquotactl run`, and for containers whose runtime \
+                 hands their listener over",
+            )
+        } else if self.config.enforcement.memory == MemoryBackend::Observe {
+            (
+                BackendState::Available,
+                "enforcement.memory is \"observe\": nothing is refused",
+            )
+        } else {
+            (
+                BackendState::Available,
+                "the driver version is not known: nothing is refused; see gpu.accept-driver",
+            )
+        };
+        vec![Backend {
+            name: "notify".to_owned(),
+            state: notify.0,
+            reason: notify.1.to_owned(),
+        }]
+    }
+
+    fn policy_generation(&self) -> u64 {
+        self.read().generation
+    }
+
+    fn gpus(&self) -> Vec<Gpu> {
+        let latest = self.telemetry.latest();
+        self.topology
+            .gpus
+            .iter()
+            .map(|gpu| Gpu {
+                index: gpu.card.index,
+                uuid: gpu.card.uuid.clone(),
+                name: gpu.card.name.clone(),
+                memory_total: gpu.card.memory_total,
+                memory_used: latest.as_ref().and_then(|snapshot| {
+                    let card = snapshot
+                        .cards
+                        .iter()
+                        .find(|card| card.uuid == gpu.card.uuid)?;
+                    Some(card.memory_used)
+                }),
+            })
+            .collect()
+    }
+
+    fn tenants(&self) -> Vec<Tenant> {
+        let holdings = self.holdings();
+        let names: Vec<String> = self.read().policy.tenants.keys().cloned().collect();
+        names
+            .iter()
+            .filter_map(|name| self.describe(name, &holdings))
+            .collect()
+    }
+
+    fn tenant(&self, name: &str) -> Result<Tenant, ControlError> {
+        self.describe(name, &self.holdings())
+            .ok_or_else(|| ControlError::NoSuchTenant(name.to_owned()))
+    }
+
+    fn tenant_by_pid(&self, pid: u32) -> Result<Tenant, ControlError> {
+        let path = self
+            .hierarchy
+            .of_process(pid)
+            .map_err(|_| ControlError::NoSuchProcess(pid))?;
+        let index = self
+            .tenant_at(&path)
+            .ok_or(ControlError::Ungoverned(pid))?;
+        self.tenant(&self.name_of(index))
+    }
+
+    fn set_quota(&self, change: &QuotaChange) -> Result<PathBuf, ControlError> {
+        self.known_tenant(&change.tenant)?;
+        if let Some(gpu) = &change.gpu {
+            self.known_gpu(gpu)?;
+        }
+        self.change_properties(change).map_err(control_error)
+    }
+
+    fn reset_quota(&self, tenant: &str, properties: &[String]) -> Result<(), ControlError> {
+        self.known_tenant(tenant)?;
+        self.reset_properties(tenant, properties)
+            .map_err(control_error)
+    }
+
+    fn reload(&self) -> Result<PolicyLoaded, ControlError> {
+        self.reload_policy().map_err(control_error)
+    }
+
+    fn doctor(&self) -> Vec<Finding> {
+        let mut findings = doctor::host();
+        findings.extend(self.own_findings());
+        findings
+    }
+
+    fn dump_state(&self) -> serde_json::Value {
+        let now = self.read();
+        let seats: Vec<_> = now
+            .seating
+            .all()
+            .map(|(index, seat)| {
+                json!({"index": index, "name": seat.name, "parent": seat.parent, "in_force": seat.in_force})
+            })
+            .collect();
+        let roots: Vec<_> = now
+            .roots
+            .iter()
+            .map(|(id, (index, path))| json!({"id": id, "tenant": index, "path": path}))
+            .collect();
+        let objects: Vec<_> = self
+            .kernel
+            .objects()
+            .map(|(key, object)| {
+                json!({
+                    "client": key.client, "handle": key.handle, "kind": object.kind, "class": object.class,
+                    "parent": object.parent, "bytes": object.bytes, "tgid": object.tgid, "gpu": object.gpu,
+                    "tenant": (object.tenant != NO_TENANT).then_some(object.tenant), "cgroup": object.cgroup,
+                })
+            })
+            .collect();
+        let accounts: Vec<_> = self
+            .kernel
+            .accounts()
+            .map(|(key, bytes)| {
+                json!({"tgid": key.tgid, "tenant": key.tenant, "gpu": key.gpu, "bytes": bytes})
+            })
+            .collect();
+        let usage: Vec<_> = now
+            .seating
+            .all()
+            .flat_map(|(index, _)| (0..self.gpu_count()).map(move |gpu| (index, gpu)))
+            .filter_map(|(index, gpu)| {
+                let usage = self.kernel.usage(index, gpu).ok()?;
+                Some(json!({"tenant": index, "gpu": gpu, "memory": usage.memory, "peak": usage.peak}))
+            })
+            .collect();
+        json!({
+            "generation": now.generation,
+            "seats": seats,
+            "cgroups": roots,
+            "objects": objects,
+            "accounts": accounts,
+            "usage": usage,
+            "in_flight": self.kernel.in_flight().count(),
+            "processes": self.kernel.processes().len(),
+            "counters": self.kernel.counters().ok(),
+        })
+    }
+
+    fn subscribe(&self) -> broadcast::Receiver<Notice> {
+        self.notices.subscribe()
+    }
+}
+
+impl Enforcer {
+    /// Whether anything is refused.
+    pub(super) fn enforcing(&self) -> bool {
+        self.enforcing
+    }
+
+    fn known_tenant(&self, name: &str) -> Result<(), ControlError> {
+        if self.read().policy.tenants.contains_key(name) {
+            return Ok(());
+        }
+        Err(ControlError::NoSuchTenant(name.to_owned()))
+    }
+
+    fn known_gpu(&self, selector: &str) -> Result<(), ControlError> {
+        let known = gpuquota_policy::GpuSelector::parse(selector)
+            .is_ok_and(|selector| self.host.gpus.iter().any(|gpu| selector.matches(gpu)));
+        if known {
+            return Ok(());
+        }
+        Err(ControlError::NoSuchGpu(selector.to_owned()))
+    }
+
+    fn holdings(&self) -> Holdings {
+        let mut holdings = Holdings::new();
+        for (key, bytes) in self.kernel.accounts() {
+            if bytes > 0 && u32::from(key.tenant) < MAX_TENANTS {
+                holdings
+                    .entry((u32::from(key.tenant), u32::from(key.gpu)))
+                    .or_default()
+                    .push((key.tgid, bytes));
+            }
+        }
+        holdings
+    }
+
+    fn describe(&self, name: &str, holdings: &Holdings) -> Option<Tenant> {
+        let now = self.read();
+        let policy = now.policy.tenants.get(name)?;
+        let index = now.seating.index(name)?;
+        let gpus = self
+            .host
+            .gpus
+            .iter()
+            .filter_map(|gpu| {
+                let budget = now.policy.effective(name, gpu)?;
+                let usage = self.kernel.usage(index, gpu.index).ok()?;
+                let processes = holdings
+                    .get(&(index, gpu.index))
+                    .into_iter()
+                    .flatten()
+                    .map(|(pid, bytes)| ProcessUse {
+                        pid: *pid,
+                        comm: comm(*pid),
+                        memory_used: *bytes,
+                    })
+                    .collect();
+                Some(TenantGpu {
+                    gpu: gpu.index,
+                    uuid: gpu.uuid.clone(),
+                    memory_max: budget.memory.max,
+                    memory_high: budget.memory.high,
+                    memory_used: usage.memory,
+                    memory_peak: usage.peak,
+                    denials: usage.denials,
+                    breaches: usage.breaches,
+                    processes,
+                })
+            })
+            .collect();
+        Some(Tenant {
+            name: name.to_owned(),
+            cgroup: policy.cgroup.value.to_string(),
+            class: policy.class.as_ref().map(|class| class.value.clone()),
+            parent: now.seating.seat(index)?.parent.clone(),
+            cgroups: now
+                .roots
+                .values()
+                .filter(|(root, _)| *root == index)
+                .map(|(_, path)| path.clone())
+                .collect(),
+            gpus,
+        })
+    }
+
+    /// What only the running daemon knows.
+    fn own_findings(&self) -> Vec<Finding> {
+        let mut findings = vec![doctor::driver_version(&self.driver_version, self.enforcing)];
+        findings.extend(self.topology.gpus.iter().map(doctor::gpu));
+        findings.push(match &self.unpinned {
+            None => doctor::finding(
+                "pins",
+                Verdict::Ok,
+                format!("the ledger outlives the daemon in {}", self.config.bpf_directory.display()),
+            ),
+            Some(why) => doctor::finding(
+                "pins",
+                Verdict::Warning,
+                format!("{why}; a restart of the daemon forgets the ledger"),
+            ),
+        });
+        findings.push(if self.telemetry.latest().is_some() {
+            doctor::finding("NVML", Verdict::Ok, "answers".to_owned())
+        } else {
+            doctor::finding(
+                "NVML",
+                Verdict::Warning,
+                "has not answered lately; enforcement goes on, usage of the cards is not shown".to_owned(),
+            )
+        });
+        if let Ok(counters) = self.kernel.counters() {
+            findings.extend(doctor::counters(&counters));
+        }
+        findings.extend(self.ungoverned());
+        let now = self.read();
+        findings.extend(
+            now.warnings
+                .iter()
+                .map(|warning| doctor::finding("policy", Verdict::Warning, warning.clone())),
+        );
+        for tenant in now.policy.tenants.values() {
+            let exists = now
+                .seating
+                .index(&tenant.name)
+                .is_some_and(|index| now.roots.values().any(|(root, _)| *root == index));
+            if !exists {
+                findings.push(doctor::finding(
+                    &format!("tenant {}", tenant.name),
+                    Verdict::Info,
+                    format!(
+                        "no cgroup {} yet; it is governed from the moment it appears",
+                        tenant.cgroup.value
+                    ),
+                ));
+            }
+        }
+        findings
+    }
+
+    /// GPU clients that no tenant pays for.
+    fn ungoverned(&self) -> Option<Finding> {
+        let outside: Vec<String> = self
+            .kernel
+            .accounts()
+            .filter(|(key, bytes)| *bytes > 0 && u32::from(key.tenant) >= MAX_TENANTS)
+            .map(|(key, _)| format!("{} ({})", key.tgid, comm(key.tgid)))
+            .collect();
+        (!outside.is_empty()).then(|| {
+            doctor::finding(
+                "processes outside every tenant",
+                Verdict::Warning,
+                format!("use GPU memory without a limit: {}", outside.join(", ")),
+            )
+        })
+    }
+}
+
+/// Name of a process; whatever it is made of.
+fn comm(pid: u32) -> String {
+    fs::read(format!("/proc/{pid}/comm")).map_or_else(
+        |_| String::new(),
+        |bytes| String::from_utf8_lossy(&bytes).trim_end().to_owned(),
+    )
+}
+
+fn control_error(error: EnforcerError) -> ControlError {
+    match error {
+        EnforcerError::Policy(diagnostics) => ControlError::BadPolicy(diagnostics.to_string()),
+        EnforcerError::Tenancy(error) => ControlError::BadPolicy(error.to_string()),
+        EnforcerError::Property(error) => ControlError::BadProperty(error.to_string()),
+        EnforcerError::File(error) => ControlError::Io {
+            path: error.path,
+            source: error.source,
+        },
+        other => ControlError::Kernel(other.to_string()),
+    }
+}
+
+/// Counters that an admin has to know about if they are not zero.
+pub(crate) const ALARMS: &[(u32, &str, &str)] = &[
+    (counter::EVENTS_LOST, "events lost", "healed by looking at everything again"),
+    (counter::INFLIGHT_FULL, "calls not followed", "too many at once; their memory is not charged"),
+    (counter::OBJECTS_FULL, "objects not recorded", "the map is full; they are released with their process"),
+    (counter::PROCESSES_FULL, "processes not recorded", "the map is full"),
+    (counter::UNKNOWN_GPU, "allocations on an unknown GPU", "their clients were there before the daemon"),
+];

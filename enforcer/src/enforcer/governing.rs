@@ -1,0 +1,266 @@
+//! Who is governed: tenants and limits into the kernel, cgroups to tenants.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use gpuquota_common::map::{MAX_TENANTS, NO_TENANT, Object, ObjectKey, TenantRow, row};
+use gpuquota_policy::Policy;
+use tracing::{info, warn};
+
+use super::{Enforcer, EnforcerError, InForce};
+use crate::{
+    control::Notice,
+    kernel::{Kernel, KernelError},
+    tenancy::{self, Plan, Seat, Seating},
+};
+
+/// Who had which index under an earlier daemon, from what it left in the kernel.
+pub(super) fn restore_seating(kernel: &Kernel) -> Result<Seating, KernelError> {
+    let generation = kernel.settings()?.generation;
+    let mut rows: BTreeMap<u32, (TenantRow, String)> = BTreeMap::new();
+    for index in 0..MAX_TENANTS {
+        let found = kernel.tenant(generation, index)?;
+        if found.state != row::ABSENT {
+            rows.insert(index, (found, kernel.name(index)?));
+        }
+    }
+    let mut seating = Seating::default();
+    for (index, (found, name)) in &rows {
+        let parent = rows.get(&found.parent).map(|(_, name)| name.clone());
+        seating.restore(
+            *index,
+            Seat {
+                name: name.clone(),
+                parent,
+                in_force: found.state == row::IN_FORCE,
+            },
+        );
+    }
+    Ok(seating)
+}
+
+impl Enforcer {
+    /// Puts a checked policy into force and returns its generation.
+    ///
+    /// The new rows and limits are written into the bank that no program reads; one store of the generation
+    /// then makes all of them count at once.
+    pub(super) fn govern(
+        &self,
+        policy: Policy,
+        warnings: Vec<String>,
+    ) -> Result<u64, EnforcerError> {
+        let (seating, generation) = {
+            let now = self.read();
+            (now.seating.clone(), now.generation)
+        };
+        let plan = tenancy::plan(&policy, &self.host.gpus, &seating, &self.charged()?)?;
+        let next = generation + 1;
+        self.write_bank(next, &plan)?;
+        self.kernel
+            .update_settings(|settings| settings.generation = next)?;
+        {
+            let mut now = self.write();
+            now.policy = Arc::new(policy);
+            now.seating = plan.seating;
+            now.generation = next;
+            now.warnings = warnings;
+            now.by_path.clear();
+        }
+        self.find_cgroups()?;
+        self.reseat()?;
+        Ok(next)
+    }
+
+    fn write_bank(&self, generation: u64, plan: &Plan) -> Result<(), KernelError> {
+        for index in 0..MAX_TENANTS {
+            let wanted = plan.rows.get(&index).copied().unwrap_or(TenantRow {
+                state: row::ABSENT,
+                parent: NO_TENANT,
+            });
+            if self.kernel.tenant(generation, index)? != wanted {
+                self.kernel.set_tenant(generation, index, wanted)?;
+            }
+        }
+        for (index, seat) in plan.seating.in_force() {
+            self.kernel.set_name(index, &seat.name)?;
+        }
+        for ((index, gpu), budget) in &plan.budgets {
+            self.kernel.set_budget(generation, *index, *gpu, *budget)?;
+        }
+        Ok(())
+    }
+
+    /// Indices that have something charged.
+    fn charged(&self) -> Result<BTreeSet<u32>, KernelError> {
+        let mut charged: BTreeSet<u32> = self
+            .kernel
+            .accounts()
+            .filter(|(_, bytes)| *bytes > 0)
+            .map(|(key, _)| u32::from(key.tenant))
+            .filter(|tenant| *tenant < MAX_TENANTS)
+            .collect();
+        // What is charged below a tenant is in its usage; reservations of running calls are there too.
+        for (index, _) in self.read().seating.all() {
+            for gpu in 0..self.gpu_count() {
+                if self.kernel.usage(index, gpu)?.memory > 0 {
+                    charged.insert(index);
+                }
+            }
+        }
+        Ok(charged)
+    }
+
+    /// Finds the cgroups of every tenant, and lets go of those that are none any more.
+    pub(super) fn find_cgroups(&self) -> Result<(), EnforcerError> {
+        let (policy, seating) = {
+            let now = self.read();
+            (Arc::clone(&now.policy), now.seating.clone())
+        };
+        let mut wanted: BTreeMap<u64, (u32, String)> = BTreeMap::new();
+        for tenant in policy.tenants.values() {
+            let Some(index) = seating.index(&tenant.name) else {
+                continue;
+            };
+            let pattern = &tenant.cgroup.value;
+            let paths = if pattern.is_exact() {
+                vec![pattern.as_str().to_owned()]
+            } else {
+                let mut found = self.hierarchy.walk(pattern.literal_prefix());
+                found.retain(|path| pattern.matches(path));
+                found
+            };
+            for path in paths {
+                if let Some(id) = self.hierarchy.id(&path)? {
+                    wanted.insert(id, (index, path));
+                }
+            }
+        }
+        let known: BTreeMap<u64, u32> = self.kernel.cgroups()?.into_iter().collect();
+        let old = std::mem::take(&mut self.write().roots);
+        for id in known.keys().filter(|id| !wanted.contains_key(id)) {
+            self.kernel.set_cgroup(*id, None)?;
+            if let Some((index, path)) = old.get(id) {
+                self.detached(*index, path);
+            }
+        }
+        for (id, (index, path)) in &wanted {
+            if known.get(id) != Some(index) {
+                self.kernel.set_cgroup(*id, Some(*index))?;
+            }
+            if old.get(id).is_none_or(|(before, _)| before != index) {
+                self.attached(*index, path);
+            }
+        }
+        self.write().roots = wanted;
+        Ok(())
+    }
+
+    /// A cgroup was made: it is governed from now on if it is a tenant's.
+    pub(super) fn cgroup_made(&self, id: u64) -> Result<(), EnforcerError> {
+        let Some(path) = self.hierarchy.path(id) else {
+            return Ok(());
+        };
+        let index = {
+            let now = self.read();
+            now.policy
+                .tenants
+                .values()
+                .find(|tenant| tenant.cgroup.value.matches(&path))
+                .and_then(|tenant| now.seating.index(&tenant.name))
+        };
+        let Some(index) = index else { return Ok(()) };
+        self.kernel.set_cgroup(id, Some(index))?;
+        self.write().roots.insert(id, (index, path.clone()));
+        self.attached(index, &path);
+        // A process may have been quicker than this event.
+        self.reseat()
+    }
+
+    /// A cgroup was removed. Its id never comes back.
+    pub(super) fn cgroup_removed(&self, id: u64) -> Result<(), EnforcerError> {
+        let Some((index, path)) = self.write().roots.remove(&id) else {
+            return Ok(());
+        };
+        self.kernel.set_cgroup(id, None)?;
+        self.detached(index, &path);
+        Ok(())
+    }
+
+    fn attached(&self, index: u32, cgroup: &str) {
+        let tenant = self.name_of(index);
+        info!(tenant, cgroup, "governing a cgroup");
+        self.notify(Notice::CgroupAttached {
+            tenant,
+            cgroup: cgroup.to_owned(),
+        });
+    }
+
+    fn detached(&self, index: u32, cgroup: &str) {
+        let tenant = self.name_of(index);
+        info!(tenant, cgroup, "a governed cgroup is gone");
+        self.notify(Notice::CgroupDetached {
+            tenant,
+            cgroup: cgroup.to_owned(),
+        });
+    }
+
+    /// Charges every object to the tenant that its cgroup belongs to now.
+    ///
+    /// That is where it is charged already, but for what was allocated before its cgroup was governed, or
+    /// before the policy changed.
+    pub(super) fn reseat(&self) -> Result<(), EnforcerError> {
+        let mut tenant_of: BTreeMap<u64, Option<u32>> = BTreeMap::new();
+        let objects: Vec<(ObjectKey, Object)> = self.kernel.objects().collect();
+        let mut moved = 0usize;
+        for (key, object) in objects {
+            let wanted = *tenant_of.entry(object.cgroup).or_insert_with(|| {
+                let path = self.hierarchy.path(object.cgroup)?;
+                Some(self.tenant_at(&path).unwrap_or(NO_TENANT))
+            });
+            // A cgroup that is gone leaves its charges where they are.
+            if let Some(wanted) = wanted
+                && wanted != object.tenant
+            {
+                self.kernel.move_object(key, object.tgid, wanted)?;
+                moved += 1;
+            }
+        }
+        if moved > 0 {
+            warn!(moved, "objects came to another tenant");
+        }
+        Ok(())
+    }
+
+    /// The index of the innermost tenant that governs a cgroup path.
+    pub(super) fn tenant_at(&self, path: &str) -> Option<u32> {
+        if let Some(known) = self.read().by_path.get(path) {
+            return *known;
+        }
+        let mut now = self.write();
+        let InForce {
+            policy,
+            seating,
+            by_path,
+            ..
+        } = &mut *now;
+        let found = policy
+            .tenant_of(path)
+            .and_then(|tenant| seating.index(&tenant.name));
+        // Paths are tenants' to make: the cache is bounded by starting over.
+        if by_path.len() >= 4096 {
+            by_path.clear();
+        }
+        by_path.insert(path.to_owned(), found);
+        found
+    }
+
+    /// The name of the tenant at an index, retired ones too.
+    pub(super) fn name_of(&self, index: u32) -> String {
+        self.read()
+            .seating
+            .seat(index)
+            .map_or_else(|| format!("#{index}"), |seat| seat.name.clone())
+    }
+}

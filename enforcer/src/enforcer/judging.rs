@@ -1,0 +1,185 @@
+//! Decisions about allocations that wait at a supervisor.
+
+use std::{
+    sync::{Arc, Weak},
+    time::Duration,
+};
+
+use gpuquota_common::{
+    map::{MAX_GPUS, ObjectKey},
+    nvidia::status,
+};
+use tracing::{error, warn};
+
+use super::Enforcer;
+use crate::{
+    cgroup,
+    kernel::{Admission, AdmissionRequest},
+    notify::{
+        listener::{Enroll, Peer},
+        protocol::{Metadata, ProcessState},
+        supervisor::{Judge, Verdict, Waiting},
+    },
+};
+
+impl Enforcer {
+    fn decide(&self, waiting: &Waiting) -> Verdict {
+        if !self.enforcing {
+            return Verdict::Continue;
+        }
+        if !self.is_driver_fd(waiting.thread, waiting.fd) {
+            return Verdict::Continue;
+        }
+        let Ok(path) = self.hierarchy.of_process(waiting.thread) else {
+            // Gone: the answer finds nobody.
+            return Verdict::Continue;
+        };
+        let Some(tenant) = self.tenant_at(&path) else {
+            return Verdict::Continue;
+        };
+        if waiting.call.opaque != 0 {
+            warn!(thread = waiting.thread, "refused an allocation with serialised parameters");
+            return Verdict::Refuse(status::NO_MEMORY);
+        }
+        let Some(gpu) = self.gpu_of(waiting) else {
+            warn!(
+                thread = waiting.thread,
+                parent = waiting.call.parent,
+                "refused an allocation whose GPU is not known"
+            );
+            return Verdict::Refuse(status::NO_MEMORY);
+        };
+        let request = AdmissionRequest {
+            thread: waiting.thread,
+            tenant,
+            gpu,
+            bytes: waiting.call.wanted,
+            arg: waiting.arg,
+            cmd: u32::from(waiting.cmd.nr) | u32::from(waiting.cmd.size) << 16,
+        };
+        match self.kernel.admit(request) {
+            Ok(Admission::Granted) => Verdict::Continue,
+            Ok(Admission::Refused) => Verdict::Refuse(status::NO_MEMORY),
+            Err(error) => {
+                error!(%error, "the ledger does not answer; refused an allocation");
+                Verdict::Refuse(status::NO_MEMORY)
+            }
+        }
+    }
+
+    fn is_driver_fd(&self, thread: u32, fd: u32) -> bool {
+        crate::driver::nvidia::key_of(std::path::Path::new(&format!("/proc/{thread}/fd/{fd}")))
+            .is_ok_and(|key| {
+                self.topology
+                    .devices
+                    .iter()
+                    .any(|(device, _)| *device == key)
+            })
+    }
+
+    /// The GPU that the parent of the new memory is on.
+    fn gpu_of(&self, waiting: &Waiting) -> Option<u32> {
+        if let [only] = self.topology.gpus.as_slice() {
+            return Some(only.card.index);
+        }
+        let parent = ObjectKey {
+            client: waiting.call.client,
+            handle: waiting.call.parent,
+        };
+        self.kernel
+            .object(parent)
+            .map(|object| object.gpu)
+            .filter(|gpu| *gpu < MAX_GPUS)
+    }
+
+    /// Puts a process into a tenant, if who asks may do that.
+    fn admit_process(
+        &self,
+        peer: Peer,
+        state: &ProcessState,
+        metadata: Option<&Metadata>,
+    ) -> Result<(), String> {
+        let Some(Metadata { tenant, again }) = metadata else {
+            // An OCI runtime: the container is where the runtime has put it. Only root runs containers here.
+            return if peer.uid == 0 {
+                Ok(())
+            } else {
+                Err("only root may hand over the listener of a container".to_owned())
+            };
+        };
+        let pattern = self
+            .read()
+            .policy
+            .tenants
+            .get(tenant)
+            .map(|tenant| tenant.cgroup.value.clone())
+            .ok_or_else(|| {
+                format!("no tenant named \"{tenant}\"; `gpuquotactl list` shows those there are")
+            })?;
+        let path = self
+            .hierarchy
+            .of_process(state.pid)
+            .map_err(|error| format!("process {}: {error}", state.pid))?;
+        let inside = pattern.is_exact() && cgroup::is_within(&path, pattern.as_str())
+            || cgroup::ancestors(&path).any(|above| pattern.matches(above));
+        if *again {
+            crate::notify::restart_waiting_calls(&self.hierarchy, state.pid);
+        }
+        if inside {
+            return Ok(());
+        }
+        if peer.uid != 0 {
+            return Err(format!(
+                "only root may put a process into tenant \"{tenant}\"; from inside its cgroup everybody may \
+                 start commands"
+            ));
+        }
+        if !pattern.is_exact() {
+            return Err(format!(
+                "tenant \"{tenant}\" is every cgroup like {pattern}: start the command inside one of them"
+            ));
+        }
+        self.hierarchy
+            .create(pattern.as_str())
+            .and_then(|()| self.hierarchy.attach(pattern.as_str(), state.pid))
+            .map_err(|error| error.to_string())
+    }
+}
+
+/// Judges on behalf of the enforcer, for as long as there is one.
+struct Delegate(Weak<Enforcer>);
+
+impl Judge for Delegate {
+    fn judge(&self, waiting: &Waiting) -> Verdict {
+        self.0.upgrade().map_or(
+            Verdict::Refuse(status::NO_MEMORY),
+            |enforcer| enforcer.decide(waiting),
+        )
+    }
+
+    fn withdraw(&self, waiting: &Waiting) {
+        let Some(enforcer) = self.0.upgrade() else { return };
+        if let Err(error) = enforcer.kernel.cancel(waiting.thread) {
+            error!(%error, thread = waiting.thread, "a reservation stays until its thread ends");
+        }
+    }
+}
+
+/// Takes listeners for an enforcer.
+pub struct Enrolment(pub Arc<Enforcer>);
+
+impl Enroll for Enrolment {
+    fn enroll(
+        &self,
+        peer: Peer,
+        state: &ProcessState,
+        metadata: Option<&Metadata>,
+    ) -> Result<Arc<dyn Judge + Send + Sync>, String> {
+        self.0.admit_process(peer, state, metadata)?;
+        Ok(Arc::new(Delegate(Arc::downgrade(&self.0))))
+    }
+
+    fn listener_timeout(&self) -> Duration {
+        self.0.config.enforcement.listener_timeout
+    }
+}

@@ -1,0 +1,158 @@
+//! Policies come into force: from the files, or from a changed property. All or nothing.
+
+use std::path::PathBuf;
+
+use gpuquota_policy::{
+    Host, Layer, Loaded, OnHigh, OnMemoryMax, Policy, Source, dropin,
+};
+use tracing::info;
+
+use super::{Enforcer, EnforcerError};
+use crate::{
+    config::PolicyDirectories,
+    control::{Notice, PolicyLoaded, QuotaChange},
+    policy_files,
+};
+
+/// Reads and checks the policy on disk.
+pub(super) fn load(directories: &PolicyDirectories, host: &Host) -> Result<Loaded, EnforcerError> {
+    check(&policy_files::read(directories)?, host)
+}
+
+fn check(sources: &[Source], host: &Host) -> Result<Loaded, EnforcerError> {
+    Policy::load(sources, Some(host)).map_err(EnforcerError::Policy)
+}
+
+impl Enforcer {
+    /// Puts the policy on disk into force.
+    pub fn reload_policy(&self) -> Result<PolicyLoaded, EnforcerError> {
+        let _one_at_a_time = self.change();
+        self.put_in_force(load(&self.config.policy, &self.host)?)
+    }
+
+    /// Changes properties of a tenant, in its drop-in and in force. Returns the drop-in.
+    ///
+    /// The text is tried first together with all other files; only one that loads is written, and only what
+    /// is written comes into force.
+    pub(super) fn change_properties(&self, change: &QuotaChange) -> Result<PathBuf, EnforcerError> {
+        let _one_at_a_time = self.change();
+        let directories = &self.config.policy;
+        let path = policy_files::dropin_path(directories, &change.tenant, change.runtime);
+        let existing = policy_files::read_optional(&path)?;
+        let text = dropin::apply(
+            existing.as_deref(),
+            &change.tenant,
+            change.gpu.as_deref(),
+            &change.properties,
+        )?;
+        let layer = if change.runtime {
+            Layer::Runtime
+        } else {
+            Layer::Admin
+        };
+        let sources = policy_files::read(directories)?;
+        let tried = policy_files::with_file(sources, layer, &path, Some(&text));
+        let loaded = check(&tried, &self.host)?;
+        policy_files::write(&path, &text)?;
+        self.put_in_force(loaded)?;
+        Ok(path)
+    }
+
+    /// Takes properties out of a tenant's drop-ins; all of them if none is named.
+    pub(super) fn reset_properties(
+        &self,
+        tenant: &str,
+        properties: &[String],
+    ) -> Result<(), EnforcerError> {
+        let _one_at_a_time = self.change();
+        let directories = &self.config.policy;
+        let cleared: Vec<(String, String)> = properties
+            .iter()
+            .map(|key| (key.clone(), String::new()))
+            .collect();
+        let mut sources = policy_files::read(directories)?;
+        let mut changes = Vec::new();
+        for (runtime, layer) in [(false, Layer::Admin), (true, Layer::Runtime)] {
+            let path = policy_files::dropin_path(directories, tenant, runtime);
+            let Some(existing) = policy_files::read_optional(&path)? else {
+                continue;
+            };
+            let text = if cleared.is_empty() {
+                None
+            } else {
+                Some(dropin::apply(Some(&existing), tenant, None, &cleared)?)
+            };
+            sources = policy_files::with_file(sources, layer, &path, text.as_deref());
+            changes.push((path, text));
+        }
+        let loaded = check(&sources, &self.host)?;
+        for (path, text) in changes {
+            match text {
+                Some(text) => policy_files::write(&path, &text)?,
+                None => policy_files::remove(&path)?,
+            }
+        }
+        self.put_in_force(loaded).map(drop)
+    }
+
+    fn put_in_force(&self, loaded: Loaded) -> Result<PolicyLoaded, EnforcerError> {
+        let mut warnings: Vec<String> = loaded
+            .warnings
+            .iter()
+            .map(|warning| warning.render().trim_end().to_owned())
+            .collect();
+        warnings.extend(without_effect(&loaded.policy, &self.host));
+        let tenants = u32::try_from(loaded.policy.tenants.len()).unwrap_or(u32::MAX);
+        let generation = self.govern(loaded.policy, warnings.clone())?;
+        let outcome = PolicyLoaded {
+            generation,
+            tenants,
+            warnings,
+        };
+        info!(generation, tenants, "policy in force");
+        for warning in &outcome.warnings {
+            tracing::warn!("{warning}");
+        }
+        self.notify(Notice::PolicyLoaded(outcome.clone()));
+        Ok(outcome)
+    }
+}
+
+/// What a policy asks for and this version of the daemon does not do. An admin must not believe that it holds.
+fn without_effect(policy: &Policy, host: &Host) -> Vec<String> {
+    let mut found = Vec::new();
+    for tenant in policy.tenants.values() {
+        let Some(budget) = host
+            .gpus
+            .first()
+            .and_then(|gpu| policy.effective(&tenant.name, gpu))
+        else {
+            continue;
+        };
+        let mut say = |key: &str, instead: &str| {
+            found.push(format!(
+                "{}: tenant \"{}\" sets {key}, which this version does not enforce: {instead}",
+                tenant.origin, tenant.name
+            ));
+        };
+        if budget.memory.on_max != OnMemoryMax::Deny {
+            say("memory.on-max", "allocations over the limit are denied");
+        }
+        if budget.memory.on_high != OnHigh::Notify {
+            say("memory.on-high", "crossing memory.high only raises an event");
+        }
+        if budget.memory.min > 0 {
+            say("memory.min", "nothing is reserved");
+        }
+        if budget.memory.host.is_some() {
+            say("memory.host", "pinned host memory is not limited");
+        }
+        if budget.launch.max.is_some() {
+            say("launch.max", "launches are not paced");
+        }
+        if budget.time.max.is_some() {
+            say("time.max", "GPU time has no ceiling");
+        }
+    }
+    found
+}

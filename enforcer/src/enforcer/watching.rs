@@ -1,0 +1,278 @@
+//! The threads behind an enforcer: events from the kernel, ends of processes, heartbeat and reconciliation.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    os::fd::{AsFd as _, AsRawFd as _, BorrowedFd},
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use aya::maps::{MapData, RingBuf};
+use gpuquota_common::{
+    event::{Event, kind},
+    map::{ORPHAN_CLIENT, ObjectKey, counter, kind as object_kind},
+};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use tracing::{debug, error, warn};
+
+use super::{Enforcer, EnforcerError, monotonic_ns, system};
+use crate::{
+    control::Notice,
+    lifecycle::{self, Reaper},
+};
+
+/// Time between two signs of life to the kernel side, which waits for two seconds.
+const HEARTBEAT: Duration = Duration::from_millis(250);
+
+/// The running threads.
+pub struct Watch {
+    enforcer: Arc<Enforcer>,
+    events: Option<JoinHandle<()>>,
+}
+
+impl Enforcer {
+    /// Starts to serve events. The first sweep is done before this returns.
+    pub fn watch(self: &Arc<Self>, ring: RingBuf<MapData>) -> Result<Watch, EnforcerError> {
+        let reaper = {
+            let enforcer = Arc::clone(self);
+            Reaper::spawn(move |gone| enforcer.processes_gone(&gone))
+                .map_err(system("starting the reaper thread"))?
+        };
+        // What happened while no daemon was there.
+        self.sweep();
+        for (tgid, _) in self.kernel.processes() {
+            reaper.watch(tgid);
+        }
+        let enforcer = Arc::clone(self);
+        let events = thread::Builder::new()
+            .name("events".into())
+            .spawn(move || enforcer.serve_events(ring, &reaper))
+            .map_err(system("starting the event thread"))?;
+        Ok(Watch {
+            enforcer: Arc::clone(self),
+            events: Some(events),
+        })
+    }
+
+    fn serve_events(self: &Arc<Self>, mut ring: RingBuf<MapData>, reaper: &Reaper) {
+        let fd = ring.as_raw_fd();
+        let mut next_sweep = Instant::now() + self.config.enforcement.reconcile_interval;
+        let mut lost = self.lost_events();
+        while !self.stopping() {
+            let beat = monotonic_ns();
+            if let Err(error) = self
+                .kernel
+                .update_settings(|settings| settings.heartbeat_ns = beat)
+            {
+                error!(%error, "no heartbeat");
+            }
+            // SAFETY: `ring` owns the descriptor and lives as long as this loop.
+            let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+            let mut fds = [PollFd::new(borrowed.as_fd(), PollFlags::POLLIN)];
+            let patience = PollTimeout::try_from(HEARTBEAT).unwrap_or(PollTimeout::ZERO);
+            // An interrupted wait only means an early look.
+            let _ = poll(&mut fds, patience);
+            while let Some(item) = ring.next() {
+                match read_event(&item) {
+                    Some(event) => self.handle(&event, reaper),
+                    None => error!(length = item.len(), "an event of another layout"),
+                }
+            }
+            let now_lost = self.lost_events();
+            if now_lost != lost || Instant::now() >= next_sweep {
+                if now_lost != lost {
+                    warn!(lost = now_lost - lost, "events were lost; looking at everything again");
+                    self.resync();
+                }
+                lost = now_lost;
+                self.sweep();
+                for (tgid, _) in self.kernel.processes() {
+                    reaper.watch(tgid);
+                }
+                next_sweep = Instant::now() + self.config.enforcement.reconcile_interval;
+            }
+        }
+    }
+
+    fn lost_events(&self) -> u64 {
+        self.kernel
+            .counters()
+            .map_or(0, |counters| counters[counter::EVENTS_LOST as usize])
+    }
+
+    fn handle(&self, event: &Event, reaper: &Reaper) {
+        let outcome = match event.kind {
+            kind::PROCESS_NEW | kind::PROCESS_EXIT => {
+                reaper.watch(event.tgid);
+                Ok(())
+            }
+            kind::PROCESS_EXEC => {
+                self.release_closed_clients();
+                Ok(())
+            }
+            kind::SUBTREE_FREED => lifecycle::release_subtree(
+                &self.kernel,
+                ObjectKey {
+                    client: event.client,
+                    handle: event.handle,
+                },
+            )
+            .map(drop)
+            .map_err(EnforcerError::from),
+            kind::OWNER_FREED => self.hand_to_survivor(event),
+            kind::CGROUP_MKDIR => self.cgroup_made(event.cgroup),
+            kind::CGROUP_RMDIR => self.cgroup_removed(event.cgroup),
+            _ => {
+                if let Some(notice) = self.notice(event) {
+                    self.notify(notice);
+                }
+                Ok(())
+            }
+        };
+        if let Err(error) = outcome {
+            error!(%error, ?event, "an event could not be served");
+        }
+    }
+
+    /// What an event means for a person; `None` for one that only the daemon cares about.
+    fn notice(&self, event: &Event) -> Option<Notice> {
+        let gpu = event.gpu;
+        match event.kind {
+            kind::DENIED => Some(Notice::Denied {
+                tenant: self.name_of(event.tenant),
+                limited_by: self.name_of(event.limited_by),
+                gpu,
+                pid: process_of(event.tgid),
+                requested: event.bytes,
+                used: event.used,
+                limit: event.limit,
+            }),
+            kind::BREACHED => Some(Notice::Breached {
+                tenant: self.name_of(event.tenant),
+                gpu,
+                pid: event.tgid,
+                requested: event.bytes,
+                used: event.used,
+                limit: event.limit,
+            }),
+            kind::HIGH => Some(Notice::HighReached {
+                tenant: self.name_of(event.limited_by),
+                gpu,
+                used: event.used,
+                high: event.limit,
+            }),
+            _ => None,
+        }
+    }
+
+    fn processes_gone(&self, gone: &BTreeSet<u32>) {
+        if let Err(error) = lifecycle::release_processes(&self.kernel, gone, &self.processes) {
+            error!(%error, ?gone, "charges of dead processes are left for the next sweep");
+        }
+    }
+
+    /// Memory was freed by its owner while others hold it: the oldest holder pays from now on.
+    fn hand_to_survivor(&self, event: &Event) -> Result<(), EnforcerError> {
+        let orphan = ObjectKey {
+            client: ORPHAN_CLIENT,
+            handle: event.limited_by,
+        };
+        let Some(object) = self.kernel.object(orphan) else {
+            return Ok(());
+        };
+        let survivor = self
+            .kernel
+            .objects()
+            .filter(|(_, dup)| {
+                dup.kind == object_kind::DUP
+                    && dup.born_ns == object.born_ns
+                    && dup.source.client == event.client
+                    && dup.source.handle == event.handle
+            })
+            .min_by_key(|(key, _)| *key);
+        if let Some((_, dup)) = survivor {
+            self.kernel.move_object(orphan, dup.tgid, dup.tenant)?;
+        }
+        Ok(())
+    }
+
+    fn release_closed_clients(&self) {
+        for client in lifecycle::closed_clients(&self.kernel, &self.processes) {
+            debug!(?client, "its file is closed");
+            if let Err(error) = lifecycle::release_subtree(&self.kernel, client) {
+                error!(%error, ?client, "charges of a closed client are left for the next sweep");
+            }
+        }
+    }
+
+    /// Finds what no event told: processes that are gone, clients whose file is closed.
+    pub(super) fn sweep(&self) {
+        self.processes_gone(&lifecycle::dead_processes(&self.kernel, &self.processes));
+        self.release_closed_clients();
+    }
+
+    /// After lost events: everything that they could have said.
+    fn resync(&self) {
+        let objects: BTreeMap<ObjectKey, _> = self.kernel.objects().collect();
+        // What hangs below something that is gone was freed with it.
+        let fallen: Vec<ObjectKey> = objects
+            .iter()
+            .filter(|(key, object)| {
+                let parent = ObjectKey {
+                    client: key.client,
+                    handle: object.parent,
+                };
+                let client = ObjectKey {
+                    client: key.client,
+                    handle: key.client,
+                };
+                key.client != ORPHAN_CLIENT
+                    && object.kind != object_kind::CLIENT
+                    && (!objects.contains_key(&parent) || !objects.contains_key(&client))
+            })
+            .map(|(key, _)| *key)
+            .collect();
+        for key in fallen {
+            if let Err(error) = self.kernel.release_object(key) {
+                error!(%error, ?key, "could not be released");
+            }
+        }
+        if let Err(error) = self.find_cgroups().and_then(|()| self.reseat()) {
+            error!(%error, "cgroups could not be looked at again");
+        }
+    }
+}
+
+impl Watch {
+    /// Stops the threads. Charges and limits stay where they are, in the kernel.
+    pub fn stop(mut self) {
+        self.enforcer.stop();
+        if let Some(events) = self.events.take()
+            && events.join().is_err()
+        {
+            error!("the event thread panicked");
+        }
+    }
+}
+
+fn read_event(bytes: &[u8]) -> Option<Event> {
+    if bytes.len() != size_of::<Event>() {
+        return None;
+    }
+    // SAFETY: the length was checked, and every bit pattern is an event.
+    Some(unsafe { std::ptr::read_unaligned(bytes.as_ptr().cast()) })
+}
+
+/// The process of a thread; the thread itself where it is gone.
+fn process_of(thread: u32) -> u32 {
+    let read = || -> io::Result<Option<u32>> {
+        let text = fs::read_to_string(format!("/proc/{thread}/status"))?;
+        Ok(text
+            .lines()
+            .find_map(|line| line.strip_prefix("Tgid:"))
+            .and_then(|tgid| tgid.trim().parse().ok()))
+    };
+    read().ok().flatten().unwrap_or(thread)
+}

@@ -1,0 +1,351 @@
+//! From a policy to rows and limits: who is governed under which index.
+//!
+//! Pure: takes the policy, the GPUs and the indices in use, and says what the kernel side has to hold.
+//!
+//! A tenant keeps its index from policy to policy, so its charges stay with it. One that leaves the policy, or
+//! that comes to lie in another tenant, retires: its index governs nobody any more, but what was charged to it
+//! is still given back along its old parents. What its processes hold then moves to the new index.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use gpuquota_common::map::{Budget, MAX_NESTING, MAX_TENANTS, NO_TENANT, TenantRow, row};
+use gpuquota_policy::{HostGpu, Policy};
+
+/// Why a policy cannot be put into the kernel.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TenancyError {
+    /// More tenants than there are indices.
+    #[error("{found} tenants, with those whose memory is not yet given back; at most {MAX_TENANTS} fit")]
+    TooMany {
+        /// How many indices are needed.
+        found: usize,
+    },
+    /// Tenants inside tenants, too deep.
+    #[error("tenant \"{tenant}\" lies in {depth} other tenants; at most {most} are allowed", most = MAX_NESTING - 1)]
+    TooDeep {
+        /// Which tenant.
+        tenant: String,
+        /// In how many others.
+        depth: usize,
+    },
+}
+
+/// A tenant with its index.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Seat {
+    /// Name in the policy.
+    pub name: String,
+    /// Name of the tenant around it.
+    pub parent: Option<String>,
+    /// Whether the policy in force has it.
+    pub in_force: bool,
+}
+
+/// Who has which index.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Seating {
+    seats: BTreeMap<u32, Seat>,
+}
+
+impl Seating {
+    /// The index of a tenant in force.
+    pub fn index(&self, name: &str) -> Option<u32> {
+        self.seats
+            .iter()
+            .find(|(_, seat)| seat.in_force && seat.name == name)
+            .map(|(index, _)| *index)
+    }
+
+    /// The tenant at an index, retired ones too.
+    pub fn seat(&self, index: u32) -> Option<&Seat> {
+        self.seats.get(&index)
+    }
+
+    /// Tenants in force: index and seat.
+    pub fn in_force(&self) -> impl Iterator<Item = (u32, &Seat)> {
+        self.seats
+            .iter()
+            .filter(|(_, seat)| seat.in_force)
+            .map(|(index, seat)| (*index, seat))
+    }
+
+    /// Puts a tenant back where an earlier daemon had it.
+    pub fn restore(&mut self, index: u32, seat: Seat) {
+        self.seats.insert(index, seat);
+    }
+
+    /// All seats, retired ones too, for saving.
+    pub fn all(&self) -> impl Iterator<Item = (u32, &Seat)> {
+        self.seats.iter().map(|(index, seat)| (*index, seat))
+    }
+}
+
+/// What the kernel side has to hold for a policy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// Who has which index from now on.
+    pub seating: Seating,
+    /// Rows by index. Indices that are missing here are absent.
+    pub rows: BTreeMap<u32, TenantRow>,
+    /// Limits by index and GPU.
+    pub budgets: BTreeMap<(u32, u32), Budget>,
+}
+
+/// Makes the plan.
+///
+/// `charged` says which indices still have something charged; a retired one without goes.
+pub fn plan(
+    policy: &Policy,
+    gpus: &[HostGpu],
+    before: &Seating,
+    charged: &BTreeSet<u32>,
+) -> Result<Plan, TenancyError> {
+    let nesting = policy.nesting();
+    let mut seating = Seating::default();
+    for (index, seat) in &before.seats {
+        let stays = seat.in_force
+            && policy.tenants.contains_key(&seat.name)
+            && parent_of(&nesting, &seat.name) == seat.parent.as_deref();
+        if stays {
+            seating.seats.insert(*index, seat.clone());
+        } else if charged.contains(index) {
+            let retired = Seat {
+                in_force: false,
+                ..seat.clone()
+            };
+            seating.seats.insert(*index, retired);
+        }
+    }
+    keep_parents_together(&mut seating);
+    for name in policy.tenants.keys() {
+        let depth = nesting.get(name.as_str()).map_or(0, Vec::len);
+        if depth >= MAX_NESTING as usize {
+            return Err(TenancyError::TooDeep {
+                tenant: name.clone(),
+                depth,
+            });
+        }
+        if seating.index(name).is_some() {
+            continue;
+        }
+        let free = (0..MAX_TENANTS)
+            .find(|index| !seating.seats.contains_key(index) && !charged.contains(index))
+            .ok_or(TenancyError::TooMany {
+                found: seating.seats.len() + 1,
+            })?;
+        let seat = Seat {
+            name: name.clone(),
+            parent: parent_of(&nesting, name).map(str::to_owned),
+            in_force: true,
+        };
+        seating.seats.insert(free, seat);
+    }
+    let rows = rows(&seating, before);
+    let budgets = budgets(policy, gpus, &seating);
+    Ok(Plan {
+        seating,
+        rows,
+        budgets,
+    })
+}
+
+fn parent_of<'a>(nesting: &BTreeMap<&str, Vec<&'a str>>, name: &str) -> Option<&'a str> {
+    nesting.get(name)?.first().copied()
+}
+
+/// A tenant whose parent got a new index needs one too: charges are given back along the parents they were made
+/// with.
+fn keep_parents_together(seating: &mut Seating) {
+    loop {
+        let orphan = seating.in_force().find_map(|(index, seat)| {
+            let parent = seat.parent.as_deref()?;
+            seating.index(parent).is_none().then_some(index)
+        });
+        let Some(index) = orphan else { return };
+        if let Some(seat) = seating.seats.get_mut(&index) {
+            seat.in_force = false;
+        }
+    }
+}
+
+fn rows(seating: &Seating, before: &Seating) -> BTreeMap<u32, TenantRow> {
+    seating
+        .seats
+        .iter()
+        .map(|(index, seat)| {
+            // A retired tenant's parent is the one that it had, which may have retired with it.
+            let parent = seat.parent.as_deref().and_then(|parent| {
+                if seat.in_force {
+                    seating.index(parent)
+                } else {
+                    before
+                        .index(parent)
+                        .filter(|index| seating.seats.contains_key(index))
+                        .or_else(|| retired_index(seating, parent))
+                }
+            });
+            let state = if seat.in_force {
+                row::IN_FORCE
+            } else {
+                row::RETIRED
+            };
+            let parent = parent.unwrap_or(NO_TENANT);
+            (*index, TenantRow { state, parent })
+        })
+        .collect()
+}
+
+fn retired_index(seating: &Seating, name: &str) -> Option<u32> {
+    seating
+        .seats
+        .iter()
+        .find(|(_, seat)| !seat.in_force && seat.name == name)
+        .map(|(index, _)| *index)
+}
+
+fn budgets(
+    policy: &Policy,
+    gpus: &[HostGpu],
+    seating: &Seating,
+) -> BTreeMap<(u32, u32), Budget> {
+    let mut budgets = BTreeMap::new();
+    for (index, seat) in seating.in_force() {
+        for gpu in gpus {
+            let Some(effective) = policy.effective(&seat.name, gpu) else {
+                continue;
+            };
+            let budget = Budget {
+                memory_max: effective.memory.max.unwrap_or(u64::MAX),
+                memory_high: effective.memory.high.unwrap_or(u64::MAX),
+            };
+            budgets.insert((index, gpu.index), budget);
+        }
+    }
+    budgets
+}
+
+#[cfg(test)]
+mod tests {
+    use gpuquota_policy::{Layer, Source};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn policy(text: &str) -> Policy {
+        let source = Source::new("/p.toml", Layer::Admin, text);
+        Policy::load(&[source], None).expect("valid policy").policy
+    }
+
+    fn gpus() -> Vec<HostGpu> {
+        vec![HostGpu {
+            index: 0,
+            uuid: "GPU-00000000-0000-4000-8000-000000000001".into(),
+            memory: 16 << 30,
+        }]
+    }
+
+    fn tenants(paths: &[(&str, &str)]) -> String {
+        paths
+            .iter()
+            .map(|(name, path)| {
+                format!("[tenant.{name}]\ncgroup = \"{path}\"\nmemory.max = \"1GiB\"\n")
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_tenant_keeps_its_index() {
+        let first = policy(&tenants(&[("b", "/b"), ("c", "/c")]));
+        let second = policy(&tenants(&[("a", "/a"), ("b", "/b"), ("c", "/c")]));
+        let before = plan(&first, &gpus(), &Seating::default(), &BTreeSet::new()).expect("fits");
+        let after = plan(&second, &gpus(), &before.seating, &BTreeSet::new()).expect("fits");
+        for name in ["b", "c"] {
+            assert_eq!(before.seating.index(name), after.seating.index(name));
+        }
+        assert_eq!(after.budgets.len(), 3);
+    }
+
+    #[test]
+    fn nested_tenants_have_the_nearest_as_parent() {
+        let policy = policy(&tenants(&[("a", "/a"), ("b", "/a/b"), ("c", "/a/b/x/c")]));
+        let plan = plan(&policy, &gpus(), &Seating::default(), &BTreeSet::new()).expect("fits");
+        let index = |name| plan.seating.index(name).expect("seated");
+        assert_eq!(plan.rows[&index("a")].parent, NO_TENANT);
+        assert_eq!(plan.rows[&index("b")].parent, index("a"));
+        assert_eq!(plan.rows[&index("c")].parent, index("b"));
+    }
+
+    #[test]
+    fn a_tenant_with_charges_retires_with_its_parent_and_its_index_is_not_given_away() {
+        let first = policy(&tenants(&[("a", "/a"), ("b", "/a/b")]));
+        let second = policy(&tenants(&[("b", "/b"), ("d", "/d")]));
+        let before = plan(&first, &gpus(), &Seating::default(), &BTreeSet::new()).expect("fits");
+        let (a, b) = (
+            before.seating.index("a").expect("seated"),
+            before.seating.index("b").expect("seated"),
+        );
+        let after = plan(&second, &gpus(), &before.seating, &BTreeSet::from([a, b])).expect("fits");
+        assert_eq!(after.rows[&b], TenantRow { state: row::RETIRED, parent: a });
+        assert_eq!(after.rows[&a].state, row::RETIRED);
+        assert_ne!(after.seating.index("b"), Some(b));
+        let settled = plan(&second, &gpus(), &after.seating, &BTreeSet::new()).expect("fits");
+        assert!(settled.seating.seat(a).is_none() && settled.seating.seat(b).is_none());
+    }
+
+    #[test]
+    fn too_deep_is_refused_with_the_tenants_name() {
+        let paths: Vec<(String, String)> = (0..=MAX_NESTING)
+            .map(|depth| (format!("t{depth}"), "/x".repeat(depth as usize + 1)))
+            .collect();
+        let borrowed: Vec<(&str, &str)> = paths
+            .iter()
+            .map(|(name, path)| (name.as_str(), path.as_str()))
+            .collect();
+        let error = plan(
+            &policy(&tenants(&borrowed)),
+            &gpus(),
+            &Seating::default(),
+            &BTreeSet::new(),
+        )
+        .expect_err("too deep");
+        assert!(matches!(error, TenancyError::TooDeep { ref tenant, .. } if tenant == "t8"));
+    }
+
+    proptest! {
+        /// Over any sequence of policies: no two tenants share an index, every parent row exists, and an index
+        /// with charges never passes to another tenant.
+        #[test]
+        fn indices_are_never_confused(
+            rounds in prop::collection::vec(
+                (prop::collection::btree_set(0usize..6, 0..6), prop::collection::btree_set(0u32..8, 0..4)),
+                1..8,
+            )
+        ) {
+            const PATHS: [&str; 6] = ["/a", "/a/b", "/a/b/c", "/d", "/d/e", "/f"];
+            let mut seating = Seating::default();
+            for (present, charged) in rounds {
+                let names: Vec<String> = present.iter().map(|at| format!("t{at}")).collect();
+                let list: Vec<(&str, &str)> = names
+                    .iter()
+                    .zip(&present)
+                    .map(|(name, at)| (name.as_str(), PATHS[*at]))
+                    .collect();
+                let plan = plan(&policy(&tenants(&list)), &gpus(), &seating, &charged)
+                    .expect("small policies fit");
+                for (index, seat) in seating.all() {
+                    if charged.contains(&index) {
+                        let kept = plan.seating.seat(index).expect("charged seats stay");
+                        prop_assert_eq!(&kept.name, &seat.name);
+                    }
+                }
+                for name in &names {
+                    prop_assert!(plan.seating.index(name).is_some());
+                }
+                for row in plan.rows.values() {
+                    prop_assert!(row.parent == NO_TENANT || plan.rows.contains_key(&row.parent));
+                }
+                seating = plan.seating;
+            }
+        }
+    }
+}
