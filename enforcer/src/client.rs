@@ -4,7 +4,7 @@ use std::{fmt, io::ErrorKind, pin::Pin, time::Duration};
 
 use futures_core::Stream;
 use tokio::net::UnixStream;
-use zbus::{Connection, Message, connection::Builder, message::Type, proxy};
+use zbus::{Connection, Message, connection::Builder, message::Type, names::MemberName, proxy};
 
 use crate::{
     config::Bus,
@@ -367,7 +367,7 @@ fn notice(message: &Message) -> Result<Option<Notice>, ClientError> {
         return Ok(None);
     }
     let body = message.body();
-    let notice = match header.member().map(|member| member.as_str()) {
+    let notice = match header.member().map(MemberName::as_str) {
         Some("Denied") => {
             let (tenant, limited_by, gpu, pid, requested, used, limit) =
                 body.deserialize().map_err(protocol)?;

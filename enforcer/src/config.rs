@@ -204,6 +204,20 @@ pub enum MemoryBackend {
     Observe,
 }
 
+impl fmt::Display for MemoryBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Auto => "auto",
+            Self::Override => "override",
+            Self::Rewrite => "rewrite",
+            Self::Notify => "notify",
+            Self::Lsm => "lsm",
+            Self::Signal => "signal",
+            Self::Observe => "observe",
+        })
+    }
+}
+
 /// What processes in no tenant may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -379,6 +393,11 @@ impl Config {
                 warnings.push(format!("{key} has no effect in this release: {effect}"));
             }
         };
+        warn(
+            self.state_directory != default.state_directory,
+            "state-directory",
+            "nothing has to be kept outside the policy directories yet",
+        );
         warn(
             self.metrics_address.is_some(),
             "metrics.address",
@@ -819,7 +838,17 @@ mod tests {
             },
         };
         assert_eq!(config, expected);
-        assert_eq!(config.warnings().len(), 4, "{:?}", config.warnings());
+        assert_eq!(config.warnings().len(), 5, "{:?}", config.warnings());
+    }
+
+    #[test]
+    fn backends_are_printed_as_they_are_written() {
+        for name in [
+            "auto", "override", "rewrite", "notify", "lsm", "signal", "observe",
+        ] {
+            let config = parse(&[&format!("[enforcement]\nmemory = \"{name}\"")]).expect("valid");
+            assert_eq!(config.enforcement.memory.to_string(), name);
+        }
     }
 
     #[test]

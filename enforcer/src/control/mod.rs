@@ -6,6 +6,7 @@
 
 mod access;
 pub mod dbus;
+mod manager;
 pub mod peer;
 mod polkit;
 mod transport;

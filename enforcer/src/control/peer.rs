@@ -25,7 +25,7 @@ use zbus::{Guid, connection::Builder};
 
 use super::{
     access::Access,
-    dbus::{Manager, Shared, emit_notices},
+    manager::{Manager, Shared, emit_notices},
     transport::Transport,
     wire,
 };
@@ -200,16 +200,15 @@ pub(super) async fn accept(listener: UnixListener, shared: Arc<Shared>) {
                 continue;
             }
         };
-        match clients.admit(uid) {
-            Some(place) => {
-                let (shared, guid) = (shared.clone(), guid.clone());
-                sessions.spawn(async move {
-                    let _place = place;
-                    serve_client(stream, uid, &shared, guid.into()).await;
-                });
-            }
-            None => tracing::warn!(uid, "too many clients; one was turned away"),
-        }
+        let Some(place) = clients.admit(uid) else {
+            tracing::warn!(uid, "too many clients; one was turned away");
+            continue;
+        };
+        let (shared, guid) = (shared.clone(), guid.clone());
+        sessions.spawn(async move {
+            let _place = place;
+            serve_client(stream, uid, &shared, guid).await;
+        });
     }
 }
 

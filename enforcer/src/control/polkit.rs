@@ -11,7 +11,7 @@ use zbus_polkit::policykit1::{AuthorityProxy, CheckAuthorizationFlags, Subject};
 use super::wire::POLKIT_ACTION;
 
 /// How long a user may take to type a password.
-const INTERACTIVE_TIMEOUT: Duration = Duration::from_secs(120);
+const INTERACTIVE_TIMEOUT: Duration = Duration::from_mins(2);
 /// How long polkit may take when it asks nobody.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -42,14 +42,15 @@ pub(super) async fn ask(
         .primary()
         .flags()
         .contains(Flags::AllowInteractiveAuth);
-    let (flags, timeout) = if interactive {
-        (
-            CheckAuthorizationFlags::AllowUserInteraction.into(),
-            INTERACTIVE_TIMEOUT,
-        )
+    let timeout = if interactive {
+        INTERACTIVE_TIMEOUT
     } else {
-        (Default::default(), TIMEOUT)
+        TIMEOUT
     };
+    let flags = interactive
+        .then_some(CheckAuthorizationFlags::AllowUserInteraction)
+        .into_iter()
+        .collect();
     let details = HashMap::from([
         (
             "polkit.message",

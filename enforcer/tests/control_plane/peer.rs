@@ -1,6 +1,7 @@
 //! The private socket: who may do what, and what a hostile client can do.
 
 use std::{
+    fmt::Write as _,
     io::{ErrorKind, Read, Write},
     os::unix::net::UnixStream,
     sync::atomic::Ordering,
@@ -84,9 +85,7 @@ impl Raw {
         stream
             .set_read_timeout(Some(Duration::from_secs(10)))
             .expect("timeout");
-        let uid = rustix_uid().to_string();
-        let hex: String = uid.bytes().map(|byte| format!("{byte:02x}")).collect();
-        write!(stream, "\0AUTH EXTERNAL {hex}\r\n").expect("auth");
+        write!(stream, "\0AUTH EXTERNAL {}\r\n", identity(own_uid())).expect("auth");
         let mut answer = [0; 64];
         let count = stream.read(&mut answer).expect("answer");
         assert!(answer[..count].starts_with(b"OK "), "{answer:?}");
@@ -117,7 +116,17 @@ impl Raw {
     }
 }
 
-fn rustix_uid() -> u32 {
+/// A uid as the handshake carries it: the hexadecimal form of the ASCII form.
+fn identity(uid: u32) -> String {
+    uid.to_string()
+        .bytes()
+        .fold(String::new(), |mut hex, byte| {
+            let _ = write!(hex, "{byte:02x}");
+            hex
+        })
+}
+
+fn own_uid() -> u32 {
     std::os::unix::fs::MetadataExt::uid(&std::fs::metadata("/proc/self").expect("/proc"))
 }
 
@@ -226,7 +235,7 @@ fn nonsense_ends_the_connection_and_nothing_else() {
         &b"GET / HTTP/1.1\r\n\r\n"[..],
         b"\0\n\n\n",
         b"\0AUTH\r\n\n",
-        &[b'A'; 40_000],
+        &vec![b'A'; 40_000],
     ] {
         let mut stream = UnixStream::connect(daemon.socket()).expect("connect");
         // The daemon may hang up before it has everything.
@@ -241,9 +250,8 @@ fn nonsense_ends_the_connection_and_nothing_else() {
 fn a_client_that_claims_to_be_another_user_is_turned_away() {
     let daemon = Daemon::on_peer();
     let mut stream = UnixStream::connect(daemon.socket()).expect("connect");
-    let other = (rustix_uid() + 1).to_string();
-    let hex: String = other.bytes().map(|byte| format!("{byte:02x}")).collect();
-    write!(stream, "\0AUTH EXTERNAL {hex}\r\n").expect("auth");
+    let other = own_uid() + 1;
+    write!(stream, "\0AUTH EXTERNAL {}\r\n", identity(other)).expect("auth");
     let mut answer = [0; 64];
     let count = stream.read(&mut answer).expect("answer");
     assert!(answer[..count].starts_with(b"REJECTED"), "{answer:?}");

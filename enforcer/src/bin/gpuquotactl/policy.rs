@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    fmt::Write as _,
     fs, io,
     path::{Path, PathBuf},
 };
@@ -295,10 +296,11 @@ pub async fn explain(
             .map(ToString::to_string)
             .collect();
         if !named.is_empty() {
-            text.push_str(&format!(
-                "\nDiffers on GPU {}: add --gpu to see what holds there.\n",
+            let _ = writeln!(
+                text,
+                "\nDiffers on GPU {}: add --gpu to see what holds there.",
                 named.join(", ")
-            ));
+            );
         }
     }
     print(&text)
