@@ -12,6 +12,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
+use crate::side::MARK_NS;
+
 /// A channel group: client handle and object handle.
 pub type GroupId = (u32, u32);
 
@@ -35,6 +37,8 @@ impl Default for Timing {
 
 /// Length of one entry of the utilisation history, nanoseconds.
 pub const BUCKET_NS: u64 = 100_000_000;
+/// Marks of a channel that are remembered.
+const MARKS_KEPT: usize = 4096;
 /// Entries of the history that are kept.
 const BUCKETS_KEPT: usize = 100;
 
@@ -71,6 +75,8 @@ struct Channel {
     completed: u64,
     fault: Option<u32>,
     jobs: VecDeque<Job>,
+    /// Marks that were reached: kernel number and time, oldest first.
+    marks: VecDeque<(u64, u64)>,
 }
 
 #[derive(Debug)]
@@ -301,6 +307,16 @@ impl Scheduler {
         })
     }
 
+    /// When a mark on a channel was reached.
+    pub fn mark(&self, id: GroupId, channel: u32, number: u64) -> Option<u64> {
+        let channel = self.groups.get(&id)?.channels.get(&channel)?;
+        channel
+            .marks
+            .iter()
+            .find(|(mark, _)| *mark == number)
+            .map(|(_, at)| *at)
+    }
+
     /// Stops all channels of a process for good, as the driver does after an Xid; their work is lost.
     pub fn fault(&mut self, owner: u32, xid: u32) {
         let hit: Vec<GroupId> = self
@@ -507,6 +523,16 @@ impl Scheduler {
             channel.completed += done;
             job.left -= done;
             job.current_ns = job.each_ns - rest % job.each_ns;
+            let end = self.now + span;
+            if job.each_ns == MARK_NS {
+                for earlier in (0..done).rev() {
+                    let number = channel.completed - earlier;
+                    channel.marks.push_back((number, end - earlier * MARK_NS));
+                    if channel.marks.len() > MARKS_KEPT {
+                        channel.marks.pop_front();
+                    }
+                }
+            }
             if job.left == 0 {
                 channel.jobs.pop_front();
             }

@@ -40,6 +40,9 @@ pub const INFO: u32 = iowr(4, info::SIZE);
 /// Asks which open file this is; used by the server on a duplicate of a caller's fd.
 pub const WHO: u32 = iowr(5, 8);
 
+/// Length of a kernel that does nothing but mark a moment: the model remembers when it ended.
+pub const MARK_NS: u64 = 1;
+
 /// Layout of [`SUBMIT`].
 pub mod submit {
     /// Bytes.
@@ -78,6 +81,8 @@ pub mod wait {
     pub const COMPLETED: usize = 16;
     /// Out: Xid that stopped the channel, 0 for none, `u32`.
     pub const FAULT: usize = 24;
+    /// Out: when the kernel ended, if it was a [`MARK_NS`](super::MARK_NS) kernel, `u64` nanoseconds.
+    pub const FINISHED_NS: usize = 32;
     /// Longest wait in one call, milliseconds. The server holds the caller no longer than this, so that a
     /// process that is killed or frozen does not hang in the kernel; callers ask again.
     pub const MAX_MS: u64 = 20;

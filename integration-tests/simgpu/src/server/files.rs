@@ -224,7 +224,8 @@ impl Files {
                     channel: u32_at(&arg, side::wait::CHANNEL),
                     number: u64_at(&arg, side::wait::NUMBER),
                     deadline,
-                    answer: Box::new(move |completed, fault| {
+                    answer: Box::new(move |completed, fault, mark| {
+                        put_u64(&mut arg, side::wait::FINISHED_NS, mark);
                         put_u64(&mut arg, side::wait::COMPLETED, completed);
                         put_u32(&mut arg, side::wait::FAULT, fault);
                         reply.ioctl(0, &arg);

@@ -19,8 +19,8 @@ pub struct Waiter {
     pub number: u64,
     /// When it is answered in any case, nanoseconds.
     pub deadline: u64,
-    /// Answers it with the kernels finished and the channel's fault.
-    pub answer: Box<dyn FnOnce(u64, u32) + Send>,
+    /// Answers it with the kernels finished, the channel's fault and the time of the mark.
+    pub answer: Box<dyn FnOnce(u64, u32, u64) + Send>,
 }
 
 /// What the lock protects.
@@ -54,7 +54,8 @@ impl Shared {
             };
             if completed >= waiter.number || now >= waiter.deadline {
                 let waiter = self.waiters.swap_remove(index);
-                (waiter.answer)(completed, fault);
+                let mark = self.sim.mark(waiter.client, waiter.channel, waiter.number);
+                (waiter.answer)(completed, fault, mark.unwrap_or(0));
             } else {
                 index += 1;
             }

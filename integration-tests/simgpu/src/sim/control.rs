@@ -1,12 +1,12 @@
 //! `RM_CONTROL`: the commands that matter. Others on a valid object are accepted and change nothing.
 
 use gpuquota_common::nvidia::{
-    ctrl, disable_channels, fb_info, handle_info, nvos54, status, surface_info,
+    ctrl, disable_channels, fb_info, gid_info, handle_info, nvos54, status, surface_info,
 };
 
 use super::object::Kind;
 use super::{Caller, Fault, RmStatus, Sim, gpu_id};
-use crate::bytes::{put_u32, put_u64, u32_at, u64_at};
+use crate::bytes::{put, put_u32, put_u64, u32_at, u64_at};
 
 /// Flag: the parameters are serialised.
 const FLAGS_FINN: u32 = 1 << 2;
@@ -18,6 +18,8 @@ const GPU_GET_ID_INFO: u32 = 0x202;
 /// Size of `NVA06C_CTRL_GPFIFO_SCHEDULE_PARAMS` from 575.51.02 on.
 const SCHEDULE_SIZE: usize = 3;
 const PREEMPT_SIZE: usize = 8;
+/// `NV2080_CTRL_GPU_GET_NAME_STRING_PARAMS`.
+const NAME_SIZE: usize = 68;
 const PREEMPT_MAX_US: u32 = 1_000_000;
 
 impl Sim {
@@ -66,6 +68,10 @@ impl Sim {
                 surface_info(bytes, &params)
             }
             (ctrl::FB_GET_INFO_V2, Some(Kind::Subdevice { gpu })) => self.fb_info(gpu, &params),
+            (ctrl::GPU_GET_GID_INFO, Some(Kind::Subdevice { gpu })) => self.gid_info(gpu, &params),
+            (ctrl::GPU_GET_NAME_STRING, Some(Kind::Subdevice { gpu })) => {
+                self.name_string(gpu, &params)
+            }
             (ctrl::FIFO_DISABLE_CHANNELS, Some(Kind::Subdevice { .. })) => {
                 self.disable_channels(file, &params)
             }
@@ -241,6 +247,32 @@ impl Sim {
             put_u32(&mut list, at + 4, kib);
         }
         params.write(&list)
+    }
+
+    fn gid_info(&self, gpu: usize, params: &Params<'_>) -> Result<(), RmStatus> {
+        let mut buf = params.read_prefix::<{ gid_info::SIZE }>()?;
+        let card = &self.config.gpus[gpu];
+        let answer = if u32_at(&buf, gid_info::FLAGS) & 3 == gid_info::FLAGS_BINARY {
+            card.uuid.to_vec()
+        } else {
+            let mut text = card.uuid_text().into_bytes();
+            text.push(0);
+            text
+        };
+        let length = u32::try_from(answer.len()).unwrap_or_default();
+        put_u32(&mut buf, gid_info::LENGTH, length);
+        put(&mut buf, gid_info::DATA, &answer);
+        params.write(&buf)
+    }
+
+    fn name_string(&self, gpu: usize, params: &Params<'_>) -> Result<(), RmStatus> {
+        let mut buf = params.read_prefix::<NAME_SIZE>()?;
+        let name = self.config.gpus[gpu].name.as_bytes();
+        let text = &mut buf[4..];
+        text.fill(0);
+        let length = name.len().min(text.len() - 1);
+        text[..length].copy_from_slice(&name[..length]);
+        params.write(&buf)
     }
 
     fn disable_channels(&mut self, file: u64, params: &Params<'_>) -> Result<(), RmStatus> {

@@ -326,6 +326,12 @@ impl Sim {
         self.schedulers[gpu].progress(group, channel)
     }
 
+    /// When a mark on a channel was reached, nanoseconds.
+    pub fn mark(&self, client: u32, channel: u32, number: u64) -> Option<u64> {
+        let (gpu, group) = self.channel(client, channel)?;
+        self.schedulers[gpu].mark(group, channel, number)
+    }
+
     /// When something may change for whoever waits for kernel `number` of a channel.
     pub fn next_event(&self, client: u32, channel: u32, number: u64) -> Option<u64> {
         let (gpu, group) = self.channel(client, channel)?;
