@@ -787,6 +787,7 @@ mod tests {
             bus = "peer:/run/q/bus"
             state-directory = "/s"
             runtime-directory = "/r"
+            bpf-directory = "/b"
             cgroup-root = "/c"
             [policy]
             vendor = "/v"

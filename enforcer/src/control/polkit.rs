@@ -75,10 +75,10 @@ pub(super) async fn ask(
     };
     Ok(if result.is_authorized {
         Answer::Allowed
-    } else if result.is_challenge {
-        Answer::NeedsAgent
     } else if result.details.contains_key("polkit.dismissed") {
         Answer::Dismissed
+    } else if result.is_challenge {
+        Answer::NeedsAgent
     } else {
         Answer::Refused
     })
