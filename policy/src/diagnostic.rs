@@ -74,7 +74,7 @@ impl Diagnostic {
             path: Arc::clone(&origin.path),
             line: origin.line,
             col: origin.col,
-            message: message.into(),
+            message: one_line(message.into()),
             help: None,
             related: None,
             source: origin.source,
@@ -92,7 +92,7 @@ impl Diagnostic {
     }
 
     pub(crate) fn help(mut self, help: impl Into<String>) -> Self {
-        self.help = Some(help.into());
+        self.help = Some(one_line(help.into()));
         self
     }
 
@@ -102,7 +102,7 @@ impl Diagnostic {
                 path: Arc::clone(&origin.path),
                 line: origin.line,
                 col: origin.col,
-                message: message.into(),
+                message: one_line(message.into()),
             });
         }
         self
@@ -237,6 +237,14 @@ pub(crate) fn printable(c: char) -> char {
         }
         c => c,
     }
+}
+
+/// Messages may quote the file, also those of the TOML parser: no control characters get through.
+fn one_line(text: String) -> String {
+    if text.chars().all(|c| printable(c) == c) {
+        return text;
+    }
+    text.chars().map(printable).collect()
 }
 
 /// Text of a file inside a message: in quotes, shortened, without control characters.
