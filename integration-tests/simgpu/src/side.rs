@@ -18,6 +18,8 @@
 pub const CONTROL_FILE: &str = "sim-control";
 /// File with the truth, see [`crate::state`].
 pub const STATE_FILE: &str = "sim-state.json";
+/// The same without the clients, which is all that NVML needs.
+pub const GPUS_FILE: &str = "sim-gpus.json";
 /// File with every change of the memory in use, one line each.
 pub const EVENTS_FILE: &str = "sim-events";
 /// Environment variable of the simulated libraries: the directory of the device files, `/dev` if unset.

@@ -25,6 +25,7 @@ const INODE_BASE: u64 = 0x51_6d67_0000;
 const CONTROL: u64 = INODE_BASE + 1;
 const STATE: u64 = INODE_BASE + 2;
 const EVENTS: u64 = INODE_BASE + 3;
+const GPUS: u64 = INODE_BASE + 4;
 const CTL: u64 = INODE_BASE + 0x10;
 const UVM: u64 = INODE_BASE + 0x11;
 const GPU0: u64 = INODE_BASE + 0x100;
@@ -50,6 +51,7 @@ enum Entry {
     Device(Node),
     Control,
     State,
+    Gpus,
     Events,
 }
 
@@ -80,6 +82,7 @@ impl Files {
             (Node::Uvm.name(), UVM),
             (side::CONTROL_FILE.to_owned(), CONTROL),
             (side::STATE_FILE.to_owned(), STATE),
+            (side::GPUS_FILE.to_owned(), GPUS),
             (side::EVENTS_FILE.to_owned(), EVENTS),
         ];
         names.extend((0..self.gpus).map(|minor| {
@@ -95,6 +98,7 @@ impl Files {
             UVM => Some(Entry::Device(Node::Uvm)),
             CONTROL => Some(Entry::Control),
             STATE => Some(Entry::State),
+            GPUS => Some(Entry::Gpus),
             EVENTS => Some(Entry::Events),
             _ => {
                 let minor = u32::try_from(inode.checked_sub(GPU0)?).ok()?;
@@ -109,7 +113,7 @@ impl Files {
         } else {
             let perm = match self.entry(inode)? {
                 Entry::Device(_) | Entry::Control => 0o666,
-                Entry::State | Entry::Events => 0o444,
+                Entry::State | Entry::Gpus | Entry::Events => 0o444,
             };
             (FileType::RegularFile, perm)
         };
@@ -254,12 +258,12 @@ impl Files {
         }
     }
 
-    fn state_text(&self) -> Vec<u8> {
+    fn state_text(&self, clients: bool) -> Vec<u8> {
         let unix_us = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |since| u64::try_from(since.as_micros()).unwrap_or(0));
         let shared = self.core.lock();
-        let state = shared.sim.state(self.core.now(), unix_us);
+        let state = shared.sim.state(self.core.now(), unix_us, clients);
         drop(shared);
         let mut text = serde_json::to_vec(&state).unwrap_or_default();
         text.push(b'\n');
@@ -540,7 +544,8 @@ impl Filesystem for Files {
                 None
             }
             Entry::Control => None,
-            Entry::State => Some(self.state_text()),
+            Entry::State => Some(self.state_text(true)),
+            Entry::Gpus => Some(self.state_text(false)),
             Entry::Events => Some(self.events_text()),
         };
         if let Some(text) = text {

@@ -597,8 +597,8 @@ impl Sim {
         result.map(|handle| (handle, granted))
     }
 
-    /// Everything there is to know.
-    pub fn state(&self, now_ns: u64, unix_us: u64) -> state::State {
+    /// Everything there is to know; without `clients` only what concerns the cards.
+    pub fn state(&self, now_ns: u64, unix_us: u64, clients: bool) -> state::State {
         state::State {
             driver_version: DRIVER_VERSION.into(),
             now_ns,
@@ -609,6 +609,7 @@ impl Sim {
             clients: self
                 .clients
                 .iter()
+                .filter(|_| clients)
                 .map(|(handle, client)| self.client_state(*handle, client))
                 .collect(),
             files: self.files.values().filter(|file| !file.closed).count() as u64,
