@@ -1,10 +1,13 @@
 //! The other side of the D-Bus interface: what `gpuquotactl` and other programs use to talk to the daemon.
 
-use std::{fmt, io::ErrorKind, pin::Pin, time::Duration};
+use std::{fmt, future::poll_fn, io::ErrorKind, pin::Pin, task::Poll, time::Duration};
 
 use futures_core::Stream;
 use tokio::net::UnixStream;
-use zbus::{Connection, Message, connection::Builder, message::Type, names::MemberName, proxy};
+use zbus::{
+    Connection, Message, connection::Builder, message::Type, names::MemberName, proxy,
+    proxy::OwnerChangedStream,
+};
 
 use crate::{
     config::Bus,
@@ -288,14 +291,23 @@ impl Client {
 
     /// What happens from now on.
     pub async fn notices(&self) -> Result<Notices, ClientError> {
-        let signals = self
-            .call(READ_TIMEOUT, self.manager.inner().receive_all_signals())
-            .await?;
+        let proxy = self.manager.inner();
+        let subscribe = async {
+            let signals = proxy.receive_all_signals().await?;
+            let owners = if self.connection.is_bus() {
+                Some(proxy.receive_owner_changed().await?)
+            } else {
+                None
+            };
+            Ok((signals, owners))
+        };
+        let (signals, owners) = self.call(READ_TIMEOUT, subscribe).await?;
         // A daemon that is not there would never send anything.
         self.policy_generation().await?;
         Ok(Notices {
             client: self.clone(),
             signals: Box::pin(signals),
+            owners,
         })
     }
 }
@@ -323,6 +335,8 @@ fn connect_reason(bus: &Bus, error: &zbus::Error) -> String {
 pub struct Notices {
     client: Client,
     signals: Pin<Box<dyn Stream<Item = Message> + Send>>,
+    /// On a bus: who owns the daemon's name, whenever that changes.
+    owners: Option<OwnerChangedStream<'static>>,
 }
 
 impl fmt::Debug for Notices {
@@ -340,16 +354,29 @@ impl Notices {
     pub async fn next(&mut self) -> Result<Notice, ClientError> {
         loop {
             let signals = &mut self.signals;
-            let next = std::future::poll_fn(|context| signals.as_mut().poll_next(context));
+            let owners = &mut self.owners;
+            let next = poll_fn(|context| signals.as_mut().poll_next(context));
+            // Ready when nobody owns the name any more, or the bus is gone.
+            let left = poll_fn(|context| match owners {
+                None => Poll::Pending,
+                Some(owners) => loop {
+                    match Pin::new(&mut *owners).poll_next(context) {
+                        Poll::Ready(Some(Some(_))) => {}
+                        Poll::Ready(_) => return Poll::Ready(()),
+                        Poll::Pending => return Poll::Pending,
+                    }
+                },
+            });
             let message = tokio::select! {
                 biased;
                 message = next => message,
+                () = left => None,
                 () = self.client.connection.closed() => None,
             };
             let Some(message) = message else {
                 return Err(ClientError::Unavailable {
                     bus: self.client.bus.clone(),
-                    reason: "the connection was lost".into(),
+                    reason: "it went away".into(),
                 });
             };
             if let Some(notice) = notice(&message)? {

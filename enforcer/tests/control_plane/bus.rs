@@ -1,15 +1,19 @@
 //! The interface on a real message bus, with a real foreign client.
 
 use std::{
+    future::poll_fn,
+    pin::Pin,
     process::{Command, Output},
     sync::Arc,
 };
 
+use futures_core::Stream;
 use gpuquota_enforcer::{
     client::Client,
     config::Bus,
-    control::{Notice, ServeError, serve},
+    control::{Control, Notice, ServeError, serve, wire},
 };
+use zbus::{connection::Builder, fdo::PropertiesProxy};
 
 use crate::{
     cli::monitored,
@@ -255,5 +259,29 @@ fn a_bus_that_comes_back_is_served_again() {
             cgroup: "/x".into(),
         });
         notices.next().await.expect("signals flow again");
+    });
+}
+
+#[test]
+fn a_new_policy_is_a_changed_property() {
+    let bus = TestBus::start();
+    let daemon = Daemon::on_bus(&bus);
+    daemon.runtime.block_on(async {
+        let connection = Builder::address(bus.address.as_str())
+            .expect("address")
+            .build()
+            .await
+            .expect("connect");
+        let proxy = PropertiesProxy::new(&connection, wire::NAME, wire::PATH)
+            .await
+            .expect("proxy");
+        let mut changes = proxy.receive_properties_changed().await.expect("subscribe");
+        daemon.control.reload().expect("reload");
+        let change = poll_fn(|context| Pin::new(&mut changes).poll_next(context))
+            .await
+            .expect("a change");
+        let change = change.args().expect("arguments");
+        assert_eq!(change.interface_name, wire::MANAGER);
+        assert_eq!(change.changed_properties["PolicyGeneration"], 2_u64.into());
     });
 }

@@ -3,12 +3,13 @@
 use std::{
     io::{BufRead, BufReader},
     process::Stdio,
+    sync::atomic::{AtomicBool, Ordering},
 };
 
-use gpuquota_enforcer::control::Notice;
+use gpuquota_enforcer::control::{Control, Notice};
 use insta::assert_snapshot;
 
-use crate::support::{Daemon, GIB, ctl, eventually, fails, public_dir, stderr, stdout};
+use crate::support::{Daemon, GIB, TestBus, ctl, eventually, fails, public_dir, stderr, stdout};
 
 #[test]
 fn readers_print_for_people() {
@@ -196,19 +197,38 @@ fn a_missing_daemon_is_69_and_the_message_says_how_to_start_it() {
 
 #[test]
 fn a_daemon_that_goes_away_ends_monitor_with_69() {
-    let mut daemon = Daemon::on_peer();
-    let child = daemon
-        .ctl_command(&["monitor"])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("spawn");
-    // Connected as soon as it has asked for the generation.
-    std::thread::sleep(std::time::Duration::from_millis(300));
-    daemon.stop();
-    let output = child.wait_with_output().expect("wait");
-    fails(&output, 69, "gpuquotad");
-    assert!(!daemon.socket().exists());
+    let bus = TestBus::start();
+    for mut daemon in [Daemon::on_peer(), Daemon::on_bus(&bus)] {
+        let mut child = daemon
+            .ctl_command(&["monitor"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("spawn");
+        let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+        knock(&daemon, &mut lines);
+        daemon.stop();
+        let output = child.wait_with_output().expect("wait");
+        fails(&output, 69, "it went away");
+    }
+}
+
+/// Nobody knows when `monitor` listens: makes things happen until it prints one.
+fn knock(daemon: &Daemon, lines: &mut (impl Iterator<Item = std::io::Result<String>> + Send)) {
+    let heard = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            lines.next().expect("a line").expect("text");
+            heard.store(true, Ordering::SeqCst);
+        });
+        eventually("monitor listens", || {
+            daemon.control.happens(Notice::CgroupAttached {
+                tenant: "vision".into(),
+                cgroup: "/knock".into(),
+            });
+            heard.load(Ordering::SeqCst)
+        });
+    });
 }
 
 fn notices() -> Vec<Notice> {
@@ -255,45 +275,33 @@ pub fn monitored(daemon: &Daemon, arguments: &[&str]) -> Vec<String> {
         .stdout(Stdio::piped())
         .spawn()
         .expect("spawn");
-    let lines = BufReader::new(child.stdout.take().expect("piped")).lines();
-    let mut lines = lines.map(|line| line.expect("line"));
-    // Nobody knows when it listens: knock until it answers.
-    let (sender, heard) = std::sync::mpsc::channel();
-    std::thread::scope(|scope| {
-        let reader = scope.spawn(move || {
-            let first = lines.next();
-            sender.send(()).expect("send");
-            first.into_iter().chain(lines).collect::<Vec<_>>()
-        });
-        eventually("monitor listens", || {
-            daemon.control.happens(Notice::CgroupAttached {
-                tenant: "vision".into(),
-                cgroup: "/knock".into(),
-            });
-            heard.try_recv().is_ok()
-        });
-        for notice in notices() {
-            daemon.control.happens(notice);
+    let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+    knock(daemon, &mut lines);
+    for notice in notices() {
+        daemon.control.happens(notice);
+    }
+    daemon.control.happens(Notice::Denied {
+        tenant: "lab".into(),
+        limited_by: "lab".into(),
+        gpu: 0,
+        pid: 1,
+        requested: 1,
+        used: 2,
+        limit: 2,
+    });
+    daemon.control.reload().expect("reload");
+    let mut printed = Vec::new();
+    for line in lines {
+        let line = line.expect("text");
+        let last = line.contains("policy");
+        printed.extend(Some(line).filter(|line| !line.contains("/knock")));
+        if last {
+            break;
         }
-        daemon.control.happens(Notice::Denied {
-            tenant: "lab".into(),
-            limited_by: "lab".into(),
-            gpu: 0,
-            pid: 1,
-            requested: 1,
-            used: 2,
-            limit: 2,
-        });
-        gpuquota_enforcer::control::Control::reload(&*daemon.control).expect("reload");
-        std::thread::sleep(std::time::Duration::from_millis(500));
-        child.kill().expect("kill");
-        child.wait().expect("wait");
-        let lines = reader.join().expect("reader");
-        lines
-            .into_iter()
-            .filter(|line| !line.contains("/knock"))
-            .collect()
-    })
+    }
+    child.kill().expect("kill");
+    child.wait().expect("wait");
+    printed
 }
 
 #[test]
