@@ -12,5 +12,7 @@ targets=("$@")
 [ "${#targets[@]}" -gt 0 ] || die "there are no fuzz targets in fuzz/"
 for target in "${targets[@]}"; do
     say "fuzz $target: ${FUZZ_SECONDS:-60} s"
-    cargo fuzz run --sanitizer none "$target" -- -max_total_time="${FUZZ_SECONDS:-60}" -print_final_stats=1
+    options=(-max_total_time="${FUZZ_SECONDS:-60}" -print_final_stats=1)
+    [ ! -e "fuzz/$target.dict" ] || options+=(-dict="fuzz/$target.dict")
+    cargo fuzz run --sanitizer none "$target" -- "${options[@]}"
 done

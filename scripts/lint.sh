@@ -35,6 +35,7 @@ scripts_check() {
 }
 
 check "cargo fmt" cargo fmt --all --check
+check "cargo fmt, fuzz targets" cargo fmt --manifest-path fuzz/Cargo.toml --check
 check "clippy" cargo clippy --quiet "${workspace[@]}" --all-targets -- -D warnings
 check "clippy, eBPF programs" ebpf_clippy
 check "cargo doc" docs

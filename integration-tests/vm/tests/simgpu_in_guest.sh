@@ -1,5 +1,6 @@
 set -e
-simgpu --dir /run/gpu >/tmp/simgpu.out 2>&1 &
+export SIMGPU_DIR=/run/gpu
+simgpu --dir "$SIMGPU_DIR" --memory 16GiB >/tmp/simgpu.out 2>&1 &
 server=$!
 tries=0
 until grep -qx ready /tmp/simgpu.out; do
@@ -11,6 +12,14 @@ until grep -qx ready /tmp/simgpu.out; do
     fi
     sleep 0.1
 done
-ls -la /run/gpu
+
+# What fits is given, what does not is refused, and what was freed can be had again.
+rc=0
+simtenant --cuda /opt/simgpu/libcuda.so.1 script 'alloc 8GiB; alloc 10GiB; free; alloc 10GiB' || rc=$?
+echo "with libcuda: $rc"
+rc=0
+simtenant --raw script 'alloc 8GiB; alloc 10GiB; free; alloc 10GiB' || rc=$?
+echo "without libcuda: $rc"
+
 kill "$server"
 wait "$server"
