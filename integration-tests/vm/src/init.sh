@@ -24,13 +24,16 @@ while read -r module; do
     insmod "$module" || echo "cannot load $module"
 done </etc/vm/modules
 
+# shellcheck source=/dev/null # sets ready and status, the two lines that the host waits for
 . /etc/vm/markers
-cd /root
+cd /root || exit
+# shellcheck disable=SC2154
 echo "$ready"
 sh /etc/vm/script </dev/null
 rc=$?
 # The script may have left a line without an end.
 echo
+# shellcheck disable=SC2154
 echo "$status$rc"
 # Not every kernel here can switch the machine off; the emulator is told to end at a reboot instead.
 reboot -f

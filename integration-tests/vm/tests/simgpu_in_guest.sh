@@ -1,3 +1,4 @@
+# shellcheck shell=sh
 set -e
 export SIMGPU_DIR=/run/gpu
 simgpu --dir "$SIMGPU_DIR" --memory 16GiB >/tmp/simgpu.out 2>&1 &
