@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
+use crate::libraries::{Links, built_directory};
 use crate::server;
 use crate::side;
 use crate::sim::Node;
@@ -86,6 +87,7 @@ pub struct SimGpu {
     server: Child,
     /// The server ends when this does, also if the test is killed.
     input: Option<ChildStdin>,
+    _links: Links,
 }
 
 impl SimGpu {
@@ -93,7 +95,7 @@ impl SimGpu {
     pub fn spawn(options: &Options) -> Result<Self, FixtureError> {
         let binaries = match &options.binaries {
             Some(path) => path.clone(),
-            None => target_directory()?,
+            None => built_directory().map_err(file_error(Path::new("/proc/self/exe")))?,
         };
         let dir = TempDir::with_prefix("simgpu-").map_err(|source| FixtureError::File {
             path: std::env::temp_dir(),
@@ -101,19 +103,10 @@ impl SimGpu {
         })?;
         let devices = dir.path().join("dev");
         let libraries = dir.path().join("lib");
-        for path in [&devices, &libraries] {
-            fs::create_dir(path).map_err(file_error(path))?;
-        }
+        fs::create_dir(&devices).map_err(file_error(&devices))?;
         // Readable for tenants that are not root.
         open_up(dir.path())?;
-        for (file, name) in [
-            ("libcuda.so", "libcuda.so.1"),
-            ("libnvidia_ml.so", "libnvidia-ml.so.1"),
-        ] {
-            let link = libraries.join(name);
-            std::os::unix::fs::symlink(built(&binaries, file)?, &link)
-                .map_err(file_error(&link))?;
-        }
+        let links = Links::create(&binaries, &libraries).map_err(file_error(&libraries))?;
         let program = built(&binaries, "simgpu")?;
         let mut server = Command::new(&program)
             .arg("--dir")
@@ -136,6 +129,7 @@ impl SimGpu {
             binaries,
             server,
             input,
+            _links: links,
         };
         let mut line = String::new();
         let answered = output
@@ -255,14 +249,4 @@ fn built(binaries: &Path, name: &str) -> Result<PathBuf, FixtureError> {
     } else {
         Err(FixtureError::NotBuilt { path })
     }
-}
-
-/// The directory in which cargo put what belongs to the running executable: `target/debug` or `target/release`.
-fn target_directory() -> Result<PathBuf, FixtureError> {
-    let path = std::env::current_exe().map_err(file_error(Path::new("/proc/self/exe")))?;
-    let mut dir = path.parent().unwrap_or(&path);
-    if dir.ends_with("deps") || dir.ends_with("examples") {
-        dir = dir.parent().unwrap_or(dir);
-    }
-    Ok(dir.to_owned())
 }

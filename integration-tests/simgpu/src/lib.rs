@@ -19,6 +19,8 @@ pub mod state;
 #[cfg(feature = "server")]
 pub mod fixture;
 #[cfg(feature = "server")]
+pub mod libraries;
+#[cfg(feature = "server")]
 pub mod server;
 #[cfg(feature = "server")]
 pub mod tenant;

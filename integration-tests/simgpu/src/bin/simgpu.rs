@@ -1,12 +1,14 @@
 //! Serves simulated GPUs at a directory until it is told to stop.
 
 use std::io::{Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, bail};
 use clap::Parser;
 use gpuquota_simgpu::bytes::parse_size;
+use gpuquota_simgpu::libraries::{Links, built_directory};
 use gpuquota_simgpu::scheduler::Timing;
 use gpuquota_simgpu::server;
 use gpuquota_simgpu::sim::{CONTEXT_HIDDEN, CONTEXT_OVERHEAD, Config, GpuConfig};
@@ -38,6 +40,9 @@ struct Args {
     /// Cost of a switch between two processes, microseconds.
     #[arg(long, default_value_t = 200)]
     switch_us: u64,
+    /// Directory in which to put libcuda.so.1 and libnvidia-ml.so.1, links to those built beside this program.
+    #[arg(long)]
+    libs: Option<PathBuf>,
     /// End when standard input ends, so that a starter that dies takes the server with it.
     #[arg(long)]
     exit_with_stdin: bool,
@@ -85,15 +90,27 @@ fn run(args: Args) -> anyhow::Result<()> {
             ..Timing::default()
         },
     };
-    unmount_at_signals(&dir)?;
+    let links = match &args.libs {
+        None => None,
+        Some(libs) => Some(
+            built_directory()
+                .and_then(|built| Links::create(&built, libs))
+                .with_context(|| format!("cannot put the libraries into {}", libs.display()))?,
+        ),
+    };
+    let left = Arc::new(Left {
+        dir: dir.clone(),
+        links: Mutex::new(links),
+    });
+    clean_up_at_signals(Arc::clone(&left))?;
     if args.exit_with_stdin {
-        let dir = dir.clone();
+        let left = Arc::clone(&left);
         std::thread::Builder::new()
             .name("stdin".into())
             .spawn(move || {
                 let mut buf = [0; 64];
                 while matches!(std::io::stdin().read(&mut buf), Ok(1..)) {}
-                end(&dir)
+                left.end()
             })?;
     }
     let result = server::serve(&dir, config, || {
@@ -106,9 +123,30 @@ fn run(args: Args) -> anyhow::Result<()> {
     result.with_context(|| format!("{} ended", dir.display()))
 }
 
-/// Blocks the signals that end the server, and unmounts on a thread of its own when one comes.
-fn unmount_at_signals(dir: &Path) -> anyhow::Result<()> {
-    let dir = dir.to_owned();
+/// What must not be left behind.
+struct Left {
+    dir: PathBuf,
+    links: Mutex<Option<Links>>,
+}
+
+impl Left {
+    /// Cleans up and ends the process: open files of others get ENOTCONN from then on.
+    fn end(&self) -> ! {
+        if let Err(error) = server::unmount(&self.dir) {
+            eprintln!("simgpu: cannot unmount {}: {error}", self.dir.display());
+        }
+        drop(
+            self.links
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take(),
+        );
+        std::process::exit(0)
+    }
+}
+
+/// Blocks the signals that end the server, and cleans up on a thread of its own when one comes.
+fn clean_up_at_signals(left: Arc<Left>) -> anyhow::Result<()> {
     // SAFETY: the set is initialised by sigemptyset before it is used; all pointers are to locals.
     let set = unsafe {
         let mut set = std::mem::zeroed();
@@ -125,15 +163,7 @@ fn unmount_at_signals(dir: &Path) -> anyhow::Result<()> {
             let mut signal = 0;
             // SAFETY: `set` and `signal` live in this closure.
             unsafe { libc::sigwait(&raw const set, &raw mut signal) };
-            end(&dir)
+            left.end()
         })?;
     Ok(())
-}
-
-/// Unmounts and ends the process: open files of others get ENOTCONN from then on.
-fn end(dir: &Path) -> ! {
-    if let Err(error) = server::unmount(dir) {
-        eprintln!("simgpu: cannot unmount {}: {error}", dir.display());
-    }
-    std::process::exit(0)
 }
