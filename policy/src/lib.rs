@@ -55,5 +55,5 @@ pub use source::{Layer, Origin, Source, Spanned, merge_order};
 pub use validate::{CONTEXT_BYTES, MEMORY_CHUNK};
 pub use values::{
     GraphCost, Limit, Managed, OnBreach, OnHigh, OnLaunchMax, OnMemoryMax, Pace, Percent, Rate,
-    RateUnit, Signal, Size, Weight,
+    RateUnit, Signal, Size, ValueError, Weight, format_duration, parse_duration,
 };

@@ -97,14 +97,11 @@ impl Policy {
         self.classes.contains_key(name) || builtin::class(name).is_some()
     }
 
-    /// Names of all classes, the built-in ones included.
+    /// Names of all classes, the built-in ones included, sorted.
     pub fn class_names(&self) -> impl Iterator<Item = &str> {
         let own = self.classes.keys().map(String::as_str);
-        own.chain(
-            builtin::BUILTIN_CLASSES
-                .into_iter()
-                .filter(|name| !self.classes.contains_key(*name)),
-        )
+        let all: BTreeSet<&str> = own.chain(builtin::BUILTIN_CLASSES).collect();
+        all.into_iter()
     }
 
     /// The priority of a class: of the files, else built in.

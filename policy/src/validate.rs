@@ -6,7 +6,7 @@ use crate::budget::Layers;
 use crate::diagnostic::{Diagnostic, Report, quote};
 use crate::gpu::{GpuSelector, Host};
 use crate::policy::{Policy, Tenant};
-use crate::source::Spanned;
+use crate::source::{Origin, Spanned};
 use crate::suggest::nearest;
 use crate::values::{Limit, Size};
 
@@ -52,8 +52,7 @@ fn classes(context: &Context<'_>, report: &mut Report) {
         {
             continue;
         }
-        let mut names: Vec<&str> = context.policy.class_names().collect();
-        names.sort_unstable();
+        let names: Vec<&str> = context.policy.class_names().collect();
         let hint = nearest(&class.value, names.iter().copied()).map_or(String::new(), |near| {
             format!("did you mean {}? ", quote(near))
         });
@@ -198,7 +197,7 @@ fn memory_order(layers: &Layers<'_>, report: &mut Report) {
         return;
     };
     let there = format!("memory.max = {max}");
-    let mut above = |key: &str, value: Size, origin: &crate::source::Origin, help: &str| {
+    let mut above = |key: &str, value: Size, origin: &Origin, help: &str| {
         if value > *max {
             // The one that was written last is what the admin looks at.
             let message = format!("{key} = {value} is above memory.max = {max}");
@@ -317,6 +316,8 @@ fn reservations(policy: &Policy, host: &Host, report: &mut Report) {
             None => top.push(tenant),
         }
     }
+    // Most hosts have several cards of one kind: one message for all of them.
+    let mut overcommitted: BTreeMap<(Origin, u128, u64), Vec<u32>> = BTreeMap::new();
     for gpu in &host.gpus {
         let selectors = GpuSelector::of(gpu);
         let card = Reservations {
@@ -326,19 +327,37 @@ fn reservations(policy: &Policy, host: &Host, report: &mut Report) {
         };
         let sum = card.sum(&top, report);
         if sum > u128::from(gpu.memory)
-            && let Some((_, last)) = top
+            && let Some((_, largest)) = top
                 .iter()
                 .filter_map(|tenant| card.largest_below(tenant))
                 .max_by_key(|(bytes, min)| (*bytes, min.origin.clone()))
         {
-            report.push(
-                Diagnostic::error(
-                    &last.origin,
-                    format!("the tenants reserve {sum} bytes of GPU {}, which has {} bytes", gpu.index, gpu.memory),
-                )
-                .help(format!("the sum of memory.min of all tenants is at most the card's memory, {}; this is the largest of them", Size(gpu.memory))),
-            );
+            let same = (largest.origin.clone(), sum, gpu.memory);
+            overcommitted.entry(same).or_default().push(gpu.index);
         }
+    }
+    for ((origin, sum, memory), gpus) in overcommitted {
+        let gpus: Vec<String> = gpus.iter().map(ToString::to_string).collect();
+        let message = format!(
+            "the tenants reserve {} of GPU {}, which has {}",
+            shown(sum),
+            gpus.join(", "),
+            shown(memory.into())
+        );
+        report.push(Diagnostic::error(&origin, message).help(
+            "the sum of memory.min of all tenants is at most the card's memory; this is the largest of them",
+        ));
+    }
+}
+
+/// A sum of sizes for a message.
+fn shown(bytes: u128) -> String {
+    let text =
+        u64::try_from(bytes).map_or_else(|_| bytes.to_string(), |bytes| Size(bytes).to_string());
+    if text.ends_with(|c: char| c.is_ascii_digit()) {
+        format!("{text} bytes")
+    } else {
+        text
     }
 }
 
@@ -381,8 +400,9 @@ impl<'a> Reservations<'a> {
                 .filter_map(|child| self.largest_below(child))
                 .max_by_key(|(bytes, _)| *bytes);
             let message = format!(
-                "the tenants below {} reserve {below} bytes, more than its memory.max = {max}",
-                quote(&tenant.name)
+                "the tenants below {} reserve {}, more than its memory.max = {max}",
+                quote(&tenant.name),
+                shown(below)
             );
             let diagnostic = Diagnostic::error(origin, message)
                 .help("raise memory.max here or lower memory.min below");

@@ -1,6 +1,7 @@
 //! The values that limits can have, with their units.
 
 use std::fmt;
+use std::str::FromStr;
 use std::time::Duration;
 
 use crate::diagnostic::quote;
@@ -616,6 +617,63 @@ impl Setting for Duration {
     }
 }
 
+/// Why a text is not the value that it should be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}: {what}; {help}", quote(text))]
+pub struct ValueError {
+    text: String,
+    what: String,
+    help: String,
+}
+
+fn from_text<T: Setting>(text: &str) -> Result<T, ValueError> {
+    T::read(&Raw::bare(text)).map_err(|Mistake { what, help }| ValueError {
+        text: text.to_owned(),
+        what,
+        help,
+    })
+}
+
+/// Reads a time as a policy file writes it, such as `10ms`.
+///
+/// # Errors
+/// The text is not a time, or longer than a day.
+pub fn parse_duration(text: &str) -> Result<Duration, ValueError> {
+    from_text(text)
+}
+
+/// A time as a policy file writes it, without quotes.
+pub fn format_duration(duration: Duration) -> String {
+    duration.write().trim_matches('"').to_owned()
+}
+
+impl FromStr for Size {
+    type Err = ValueError;
+
+    /// Reads `40GiB`, or a whole number of bytes.
+    fn from_str(text: &str) -> Result<Self, ValueError> {
+        from_text(text)
+    }
+}
+
+impl FromStr for Rate {
+    type Err = ValueError;
+
+    /// Reads `20000/s`.
+    fn from_str(text: &str) -> Result<Self, ValueError> {
+        from_text(text)
+    }
+}
+
+impl FromStr for Percent {
+    type Err = ValueError;
+
+    /// Reads `50%`.
+    fn from_str(text: &str) -> Result<Self, ValueError> {
+        from_text(text)
+    }
+}
+
 /// A share relative to others that want the same: from 1 to 10000, 100 by default, as in cgroup v2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Weight(u32);
@@ -1124,6 +1182,24 @@ mod tests {
             let value = read(text).expect("good");
             assert_eq!(read(value.write().trim_matches('"')), Some(value));
         }
+    }
+
+    #[test]
+    fn texts_of_other_files_are_read_the_same_way() {
+        assert_eq!("20GiB".parse(), Ok(Size(20 << 30)));
+        assert_eq!("4096".parse(), Ok(Size(4096)));
+        assert_eq!(
+            "5/min".parse(),
+            Ok(Rate::new(5, RateUnit::Minute).expect("in range"))
+        );
+        assert_eq!("50%".parse::<Percent>().map(Percent::ratio), Ok(0.5));
+        assert_eq!(parse_duration("60min"), Ok(Duration::from_hours(1)));
+        assert_eq!(format_duration(Duration::from_secs(90)), "90s");
+        let error = parse_duration("10").expect_err("no unit").to_string();
+        assert!(
+            error.starts_with("\"10\": the unit is missing; write \"10s\""),
+            "{error}"
+        );
     }
 
     #[test]

@@ -310,7 +310,7 @@ memory.min = "40GiB"
     assert_eq!(messages(text, None), "");
     assert_eq!(
         messages(text, Some(&host())),
-        "4:14: error: the tenants reserve 96636764160 bytes of GPU 1, which has 85899345920 bytes\n"
+        "4:14: error: the tenants reserve 90GiB of GPU 1, which has 80GiB\n"
     );
     // Exactly full is fine.
     assert_eq!(messages(&text.replace("40GiB", "30GiB"), Some(&host())), "");
@@ -333,13 +333,12 @@ memory.min = "25GiB"
     let more = text.replace("25GiB", "51GiB");
     assert_eq!(
         messages(&more, Some(&host())),
-        "4:14: error: the tenants reserve 86973087744 bytes of GPU 0, which has 85899345920 bytes\n\
-         4:14: error: the tenants reserve 86973087744 bytes of GPU 1, which has 85899345920 bytes\n"
+        "4:14: error: the tenants reserve 81GiB of GPU 0, 1, which has 80GiB\n"
     );
     let capped = text.replace("memory.min = \"60GiB\"", "memory.max = \"50GiB\"");
     assert_eq!(
         messages(&capped, Some(&host())),
-        "4:14: error: the tenants below \"team\" reserve 59055800320 bytes, more than its memory.max = 50GiB \
+        "4:14: error: the tenants below \"team\" reserve 55GiB, more than its memory.max = 50GiB \
          [7:14: the largest of them, memory.min = 30GiB]\n"
     );
 }
