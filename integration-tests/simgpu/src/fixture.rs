@@ -19,6 +19,9 @@ use crate::state::State;
 /// How long the server may take to start and to end.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+/// File of the calls in the scratch directory.
+const TRACE: &str = "trace.txt";
+
 /// Why a fixture could not be started or asked.
 #[derive(Debug, thiserror::Error)]
 pub enum FixtureError {
@@ -63,6 +66,8 @@ pub struct Options {
     pub memory: u64,
     /// What NVML shows for a process that has a context and nothing else.
     pub context_overhead: u64,
+    /// Whether the server writes every call to [`SimGpu::trace`].
+    pub trace: bool,
     /// Directory of the binaries and libraries; found from the running executable if `None`.
     pub binaries: Option<PathBuf>,
 }
@@ -73,6 +78,7 @@ impl Default for Options {
             gpus: 2,
             memory: 16 << 30,
             context_overhead: crate::sim::CONTEXT_OVERHEAD,
+            trace: false,
             binaries: None,
         }
     }
@@ -108,7 +114,11 @@ impl SimGpu {
         open_up(dir.path())?;
         let links = Links::create(&binaries, &libraries).map_err(file_error(&libraries))?;
         let program = built(&binaries, "simgpu")?;
-        let mut server = Command::new(&program)
+        let mut command = Command::new(&program);
+        if options.trace {
+            command.arg("--trace").arg(dir.path().join(TRACE));
+        }
+        let mut server = command
             .arg("--dir")
             .arg(&devices)
             .args(["--gpus", &options.gpus.to_string()])
@@ -209,6 +219,12 @@ impl SimGpu {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
+    }
+
+    /// The calls that were answered so far, if [`Options::trace`] was set.
+    pub fn trace(&self) -> Result<String, FixtureError> {
+        let path = self.dir.path().join(TRACE);
+        fs::read_to_string(&path).map_err(file_error(&path))
     }
 
     /// Gives the server a command, see [`crate::side`].

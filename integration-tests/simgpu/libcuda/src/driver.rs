@@ -169,6 +169,15 @@ struct Made {
     channels: Vec<(u32, u32)>,
     /// The memory object made last, with its size: what the next range is for.
     memory: Option<(u32, u64)>,
+    identity: Identity,
+}
+
+/// What the recorded controls tell about a GPU.
+#[derive(Default)]
+struct Identity {
+    uuid: Option<[u8; 16]>,
+    name: String,
+    memory: u64,
 }
 
 impl Driver {
@@ -246,28 +255,22 @@ impl Driver {
             context: 0,
         };
         names.next_handle += RECORDED_CONTEXT - RECORDED_DEVICE;
-        let subdevice = bases.map(RECORDED_SUBDEVICE);
         let mut made = Made::default();
-        let mut identity = None;
-        let result = replay(
+        let calls = recorded::parse(recorded::GPU)?;
+        replay(
             rm,
-            &recorded::parse(recorded::GPU)?,
+            &calls,
             &mut made,
             Replay {
                 bases,
                 card,
                 scale: None,
-                uuid: &mut || {
-                    let read = identify(rm, subdevice)?;
-                    let uuid = read.0;
-                    identity = Some(read);
-                    Ok(uuid)
-                },
+                uuid: None,
                 address: &mut |length| names.take_range(length),
             },
-        );
-        result?;
-        let (uuid, name, memory) = identity.ok_or(error::UNKNOWN)?;
+        )?;
+        let Identity { uuid, name, memory } = made.identity;
+        let uuid = uuid.ok_or(error::UNKNOWN)?;
         let file = if made.files.is_empty() {
             return Err(error::UNKNOWN);
         } else {
@@ -280,7 +283,7 @@ impl Driver {
             memory,
             pci_bus: card.bus,
             device: bases.map(RECORDED_DEVICE),
-            subdevice,
+            subdevice: bases.map(RECORDED_SUBDEVICE),
             p2p: bases.map(RECORDED_P2P),
             file,
             base: bases.gpu,
@@ -339,7 +342,7 @@ impl Driver {
                     gpu_id: 0,
                 },
                 scale: Some(&scale),
-                uuid: &mut || Ok(device.uuid),
+                uuid: Some(device.uuid),
                 address: &mut |length| self.take_range(length),
             },
         );
@@ -564,20 +567,23 @@ fn select_by_uuid(devices: &mut Vec<Device>) {
     *devices = chosen;
 }
 
-/// UUID, name and memory of a GPU.
-fn identify(rm: &Rm, subdevice: u32) -> Result<([u8; 16], String, u64), CuResult> {
+fn gpu_uuid(rm: &Rm, subdevice: u32) -> Result<[u8; 16], CuResult> {
     let mut gid = [0; gid_info::SIZE];
     put_u32(&mut gid, gid_info::FLAGS, gid_info::FLAGS_BINARY);
     rm.control(subdevice, ctrl::GPU_GET_GID_INFO, &mut gid)?;
     let mut uuid = [0; 16];
     uuid.copy_from_slice(&gid[gid_info::DATA..][..16]);
+    Ok(uuid)
+}
+
+fn gpu_name(rm: &Rm, subdevice: u32) -> Result<String, CuResult> {
     let mut name = [0; 68];
     rm.control(subdevice, ctrl::GPU_GET_NAME_STRING, &mut name)?;
     let text: Vec<u8> = name[4..].iter().copied().take_while(|b| *b != 0).collect();
-    let (total, _) = memory_info(rm, subdevice)?;
-    Ok((uuid, String::from_utf8_lossy(&text).into_owned(), total))
+    Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
+/// Total and free bytes.
 fn memory_info(rm: &Rm, subdevice: u32) -> Result<(u64, u64), CuResult> {
     let mut info = [0; fb_info::LIST + 8 * fb_info::MAX_PAIRS];
     put_u32(&mut info, fb_info::COUNT, 2);
@@ -604,7 +610,8 @@ struct Replay<'a> {
     card: CardInfo,
     /// Sizes of the video memory objects, in order, instead of the recorded ones.
     scale: Option<&'a [u64]>,
-    uuid: &'a mut dyn FnMut() -> Result<[u8; 16], CuResult>,
+    /// UUID of the GPU, if it is known before.
+    uuid: Option<[u8; 16]>,
     address: &'a mut dyn FnMut(u64) -> u64,
 }
 
@@ -633,8 +640,7 @@ fn replay(rm: &Rm, calls: &[Call], made: &mut Made, with: Replay<'_>) -> Result<
                 memory,
             } => {
                 let (parent, new) = (object(parent), bases.map(new));
-                if let Some(memory) = memory.filter(|_| class_number != class::NV50_MEMORY_VIRTUAL)
-                {
+                if let Some(memory) = memory {
                     let size = if class_number == class::NV01_MEMORY_LOCAL_USER {
                         sizes.next().copied().unwrap_or(memory.size)
                     } else {
@@ -652,7 +658,10 @@ fn replay(rm: &Rm, calls: &[Call], made: &mut Made, with: Replay<'_>) -> Result<
                             kind: memory.kind,
                         },
                     )?;
-                    made.memory = Some((new, size));
+                    // Addresses alone are nothing to map.
+                    if class_number != class::NV50_MEMORY_VIRTUAL {
+                        made.memory = Some((new, size));
+                    }
                 } else {
                     let mut params = Vec::new();
                     if class_number == class::NV01_DEVICE_0 {
@@ -702,9 +711,19 @@ fn replay(rm: &Rm, calls: &[Call], made: &mut Made, with: Replay<'_>) -> Result<
                     put_u64(&mut params, 0, COMPUTE_SLICE_US);
                     rm.control(object(reference), cmd, &mut params)?;
                 }
+                ctrl::GPU_GET_GID_INFO => {
+                    made.identity.uuid = Some(gpu_uuid(rm, object(reference))?)
+                }
+                ctrl::GPU_GET_NAME_STRING => made.identity.name = gpu_name(rm, object(reference))?,
+                ctrl::FB_GET_INFO_V2 => {
+                    made.identity.memory = memory_info(rm, object(reference))?.0
+                }
                 _ => id_control(rm, object(reference), cmd, Some(&card)),
             },
-            Call::Uvm(uvm::REGISTER_GPU) => rm.uvm_register_gpu(uuid()?)?,
+            Call::Uvm(uvm::REGISTER_GPU) => {
+                let uuid = uuid.or(made.identity.uuid).ok_or(error::UNKNOWN)?;
+                rm.uvm_register_gpu(uuid)?;
+            }
             Call::Uvm(uvm::CREATE_EXTERNAL_RANGE) => {
                 let (_, size) = made.memory.ok_or(error::UNKNOWN)?;
                 range = (address(size), size.next_multiple_of(MIB2));

@@ -11,14 +11,16 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use gpuquota_common::nvidia::ctrl;
+use gpuquota_common::nvidia::{ctrl, nr};
 use gpuquota_simgpu::side::managed;
 
 use crate::driver::{Context, Driver, lock};
 use crate::error::{self, CuResult};
-use crate::rm::MemoryRequest;
+use crate::rm::{MemoryRequest, To};
 
 const MIB: u64 = 1 << 20;
+/// `NV0000_CTRL_CMD_CLIENT_GET_ADDR_SPACE_TYPE`, asked before memory is mapped for the CPU.
+const CLIENT_GET_ADDR_SPACE_TYPE: u32 = 0xd01;
 /// Granularity of video memory.
 pub const GRANULARITY: u64 = 2 * MIB;
 /// Allocations up to this size share a block.
@@ -354,6 +356,10 @@ impl Memory {
         driver
             .rm
             .alloc_memory(device.device, handle, &MemoryRequest::host(GRANULARITY))?;
+        driver
+            .rm
+            .control_plain(driver.rm.client, CLIENT_GET_ADDR_SPACE_TYPE);
+        driver.rm.escape(To::Ctl, nr::RM_MAP_MEMORY, 56)?;
         let base = driver.take_range(GRANULARITY);
         driver.rm.uvm_range(base, GRANULARITY)?;
         driver.rm.uvm_map(base, GRANULARITY, handle)?;
@@ -370,8 +376,7 @@ impl Memory {
     ) -> Result<Vec<u32>, CuResult> {
         let device = driver.device(context.device)?;
         let count = u32::try_from(pieces).map_err(|_| error::OUT_OF_MEMORY)?;
-        let (total, _) = driver.memory_info(context.device)?;
-        if pieces.saturating_mul(POOL_PIECE) > total {
+        if pieces.saturating_mul(POOL_PIECE) > device.memory {
             return Err(error::OUT_OF_MEMORY);
         }
         let first = driver.take_handles(count);

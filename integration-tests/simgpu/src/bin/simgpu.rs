@@ -43,6 +43,9 @@ struct Args {
     /// Directory in which to put libcuda.so.1 and libnvidia-ml.so.1, links to those built beside this program.
     #[arg(long)]
     libs: Option<PathBuf>,
+    /// File to write every answered call to, in the form of the recordings.
+    #[arg(long)]
+    trace: Option<PathBuf>,
     /// End when standard input ends, so that a starter that dies takes the server with it.
     #[arg(long)]
     exit_with_stdin: bool,
@@ -113,7 +116,14 @@ fn run(args: Args) -> anyhow::Result<()> {
                 left.end()
             })?;
     }
-    let result = server::serve(&dir, config, || {
+    let trace = match &args.trace {
+        None => None,
+        Some(path) => Some(
+            std::fs::File::create(path)
+                .with_context(|| format!("cannot write {}", path.display()))?,
+        ),
+    };
+    let result = server::serve(&dir, config, trace, || {
         let mut out = std::io::stdout();
         // Nobody may be listening; the server works all the same.
         let _ = writeln!(out, "ready").and_then(|()| out.flush());

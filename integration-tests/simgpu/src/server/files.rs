@@ -16,6 +16,7 @@ use gpuquota_common::nvidia::{IoctlCmd, nr};
 
 use super::caller::Process;
 use super::later::{Core, Shared, Waiter};
+use super::trace;
 use crate::bytes::{parse_size, put_u32, put_u64, u32_at, u64_at};
 use crate::side;
 use crate::sim::{Caller, Node};
@@ -158,14 +159,18 @@ impl Files {
             let delay = delay + Duration::from_nanos(duration);
             return self.at(delay, move |core| {
                 let process = Process::new(tid);
-                match core.with(|shared| shared.sim.uvm(file, cmd, argument, &process)) {
+                let result = core.with(|shared| shared.sim.uvm(file, cmd, argument, &process));
+                if let Some(trace) = &core.trace {
+                    trace.line(&format!("/dev/nvidia-uvm req={cmd:#x} nr={number:#x}"));
+                }
+                match result {
                     Ok(()) => reply.ioctl(0, &[]),
                     Err(errno) => reply.error(Errno::from_i32(errno)),
                 }
             });
         }
         if number == nr::REGISTER_FD {
-            return self.register_fd(file, tid, cmd, input, reply);
+            return self.register_fd(node, file, tid, cmd, input, reply);
         }
         let delay = self.core.lock().delay(number);
         let input = input.to_vec();
@@ -188,7 +193,15 @@ impl Files {
 
     /// `REGISTER_FD` names another descriptor of the caller. Which open file that is, only the kernel knows:
     /// a duplicate of it is asked, which comes back to us as a request on that file.
-    fn register_fd(&self, file: u64, tid: u32, cmd: u32, input: &[u8], reply: ReplyIoctl) {
+    fn register_fd(
+        &self,
+        node: Node,
+        file: u64,
+        tid: u32,
+        cmd: u32,
+        input: &[u8],
+        reply: ReplyIoctl,
+    ) {
         if IoctlCmd::from_raw(cmd).size != 4 || cmd & DIR_BOTH != DIR_BOTH {
             return reply.error(Errno::EINVAL);
         }
@@ -202,6 +215,13 @@ impl Files {
                 let pid = Process::new(tid).pid();
                 let registered = file_behind(pid, fd)
                     .is_some_and(|ctl| core.with(|shared| shared.sim.register(file, ctl)));
+                if let Some(trace) = &core.trace {
+                    trace.line(&format!(
+                        "/dev/{} nr={:#x} sz=4",
+                        node.name(),
+                        nr::REGISTER_FD
+                    ));
+                }
                 if registered {
                     reply.ioctl(0, &input);
                 } else {
@@ -306,7 +326,11 @@ fn escape(
         arg = vec![0; usize::from(parsed.size)];
         process.read(argument, &mut arg).map_err(|_| libc::EFAULT)?;
     }
-    core.with(|shared| {
+    let mut line = core
+        .trace
+        .as_ref()
+        .map(|_| trace::describe(node, parsed, &arg, &process));
+    let result = core.with(|shared| {
         let pid = process.pid();
         let gpus = u32::try_from(shared.sim.config().gpus.len()).unwrap_or_default();
         let opened = (0..gpus)
@@ -315,8 +339,12 @@ fn escape(
             .collect();
         process.set_opened(opened);
         shared.sim.escape(file, parsed, &mut arg, &process)
-    })?;
-    let _ = node;
+    });
+    if let (Some(trace), Some(line)) = (&core.trace, &mut line) {
+        line.push_str(&trace::outcome(parsed, &arg, &result));
+        trace.line(line);
+    }
+    result?;
     if cmd & DIR_READ == 0 {
         process.write(argument, &arg).map_err(|_| libc::EFAULT)?;
         arg.clear();

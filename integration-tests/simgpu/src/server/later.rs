@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::trace::Trace;
 use crate::sim::Sim;
 
 /// Something to do at a time.
@@ -85,12 +86,15 @@ pub struct Core {
     start: Instant,
     shared: Mutex<Shared>,
     wake: Condvar,
+    /// Where calls are written.
+    pub trace: Option<Trace>,
 }
 
 impl Core {
     /// Starts the clock.
-    pub fn new(sim: Sim) -> Self {
+    pub fn new(sim: Sim, trace: Option<Trace>) -> Self {
         Self {
+            trace,
             start: Instant::now(),
             shared: Mutex::new(Shared {
                 sim,

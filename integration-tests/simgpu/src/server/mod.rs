@@ -6,14 +6,17 @@
 mod caller;
 mod files;
 mod later;
+mod trace;
 
 use std::ffi::CString;
+use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::sim::{Config, Sim};
+use trace::Trace;
 
 pub use files::inode_of;
 
@@ -43,12 +46,18 @@ pub enum ServerError {
     Thread(#[source] io::Error),
 }
 
-/// Serves the devices at `path` until it is unmounted; calls `ready` once they can be opened.
+/// Serves the devices at `path` until it is unmounted; calls `ready` once they can be opened. Every call that
+/// was answered is written to `trace`.
 ///
 /// # Errors
 /// See [`ServerError`]. The caller unmounts with [`unmount`].
-pub fn serve(path: &Path, config: Config, ready: impl FnOnce()) -> Result<(), ServerError> {
-    let core = Arc::new(later::Core::new(Sim::new(config)));
+pub fn serve(
+    path: &Path,
+    config: Config,
+    trace: Option<File>,
+    ready: impl FnOnce(),
+) -> Result<(), ServerError> {
+    let core = Arc::new(later::Core::new(Sim::new(config), trace.map(Trace::new)));
     let waiting = Arc::clone(&core);
     std::thread::Builder::new()
         .name("later".into())
