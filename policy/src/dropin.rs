@@ -53,10 +53,18 @@ pub enum DropinError {
 const HEADER: &str =
     "# Written by `gpuquotactl set-property`. Later calls change it; comments stay.\n";
 
-/// The name of the file that keeps the properties set on `tenant`. It sorts behind the files of the admin that start with
-/// a digit, as drop-ins do.
+/// The name of the file in `/etc` that keeps the properties set on `tenant`. It sorts behind the files of the admin that
+/// start with a digit, as drop-ins do.
 pub fn file_name(tenant: &str) -> String {
     format!("99-set-property.{tenant}.toml")
+}
+
+/// The name of the file in `/run` that keeps the properties set on `tenant` until the next boot.
+///
+/// It is not [`file_name`], since a file replaces one of the same name in a lower layer: one property set until the next boot
+/// would take away all that are set for good.
+pub fn runtime_file_name(tenant: &str) -> String {
+    format!("99-set-property-runtime.{tenant}.toml")
 }
 
 /// Sets properties of a tenant, or of a tenant on one GPU, in the text of a drop-in, and gives the new text. An empty value
@@ -370,6 +378,43 @@ mod tests {
         .expect("good");
         assert_eq!(body(&text), "[tenant.\"a.b\"]\ntime.weight = 5\n");
         assert_eq!(file_name("a.b"), "99-set-property.a.b.toml");
+    }
+
+    #[test]
+    fn what_is_set_until_reboot_does_not_mask_what_is_set_for_good() {
+        let set = |key: &str, value: &str| {
+            apply(None, "a", None, &[(key.to_owned(), value.to_owned())]).expect("good")
+        };
+        let files = [
+            (Layer::Admin, file_name("a"), set("memory.max", "20GiB")),
+            (
+                Layer::Admin,
+                "base.toml".to_owned(),
+                "tenant.a.cgroup = \"/a\"\n".to_owned(),
+            ),
+            (
+                Layer::Runtime,
+                runtime_file_name("a"),
+                set("time.weight", "7"),
+            ),
+        ];
+        let listed: Vec<_> = files
+            .iter()
+            .map(|(layer, name, _)| (*layer, name.into()))
+            .collect();
+        let sources: Vec<Source> = crate::merge_order(&listed)
+            .into_iter()
+            .filter_map(|(layer, path)| {
+                let (_, _, text) = files
+                    .iter()
+                    .find(|(_, name, _)| path.as_os_str() == name.as_str())?;
+                Some(Source::new(path, layer, text.as_str()))
+            })
+            .collect();
+        let policy = Policy::load(&sources, None).expect("good").policy;
+        assert_eq!(policy.tenants["a"].limits.iter().count(), 2);
+        // Whatever tenants are called.
+        assert_ne!(file_name("runtime.a"), runtime_file_name("a"));
     }
 
     #[test]
