@@ -50,12 +50,14 @@ pub fn read(directories: &PolicyDirectories) -> Result<Vec<Source>, FileError> {
 
 /// The drop-in of a tenant, in the folder that survives a reboot or in the one that does not.
 pub fn dropin_path(directories: &PolicyDirectories, tenant: &str, runtime: bool) -> PathBuf {
-    let folder = if runtime {
-        &directories.runtime
+    // Under different names: a file hides those of the same name in lower folders.
+    if runtime {
+        directories
+            .runtime
+            .join(dropin::runtime_file_name(tenant))
     } else {
-        &directories.admin
-    };
-    folder.join(dropin::file_name(tenant))
+        directories.admin.join(dropin::file_name(tenant))
+    }
 }
 
 /// The sources as they would be with `text` at `path`: replaced, added in its place, or without it.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use gpuquota_policy::{
-    Host, Layer, Loaded, OnHigh, OnMemoryMax, Policy, Source, dropin,
+    Host, Layer, Loaded, OnHigh, OnMemoryMax, Policy, Source, dropin, property::Property,
 };
 use tracing::info;
 
@@ -66,10 +66,6 @@ impl Enforcer {
     ) -> Result<(), EnforcerError> {
         let _one_at_a_time = self.change();
         let directories = &self.config.policy;
-        let cleared: Vec<(String, String)> = properties
-            .iter()
-            .map(|key| (key.clone(), String::new()))
-            .collect();
         let mut sources = policy_files::read(directories)?;
         let mut changes = Vec::new();
         for (runtime, layer) in [(false, Layer::Admin), (true, Layer::Runtime)] {
@@ -77,10 +73,10 @@ impl Enforcer {
             let Some(existing) = policy_files::read_optional(&path)? else {
                 continue;
             };
-            let text = if cleared.is_empty() {
+            let text = if properties.is_empty() {
                 None
             } else {
-                Some(dropin::apply(Some(&existing), tenant, None, &cleared)?)
+                Some(self.without_properties(existing, tenant, properties)?)
             };
             sources = policy_files::with_file(sources, layer, &path, text.as_deref());
             changes.push((path, text));
@@ -93,6 +89,33 @@ impl Enforcer {
             }
         }
         self.put_in_force(loaded).map(drop)
+    }
+
+    /// A drop-in's text without some properties, on every GPU and on single ones.
+    fn without_properties(
+        &self,
+        text: String,
+        tenant: &str,
+        properties: &[String],
+    ) -> Result<String, EnforcerError> {
+        let cleared = |keys: &mut dyn Iterator<Item = &String>| -> Vec<(String, String)> {
+            keys.map(|key| (key.clone(), String::new())).collect()
+        };
+        let all = cleared(&mut properties.iter());
+        let per_gpu = cleared(&mut properties.iter().filter(|key| {
+            matches!(Property::parse(key), Ok(Property::Limit(_)))
+        }));
+        let mut text = dropin::apply(Some(&text), tenant, None, &all)?;
+        let selectors = self
+            .host
+            .gpus
+            .iter()
+            .flat_map(|gpu| [gpu.uuid.clone(), gpu.index.to_string()])
+            .chain(["*".to_owned()]);
+        for selector in selectors {
+            text = dropin::apply(Some(&text), tenant, Some(&selector), &per_gpu)?;
+        }
+        Ok(text)
     }
 
     fn put_in_force(&self, loaded: Loaded) -> Result<PolicyLoaded, EnforcerError> {
