@@ -53,6 +53,8 @@ pub mod submit {
     pub const COUNT: usize = 0;
     /// Client, `u32`.
     pub const CLIENT: usize = 4;
+    /// Out: Xid that stopped a channel of the entries, 0 for none, `u32`.
+    pub const FAULT: usize = 8;
     /// First entry.
     pub const ENTRIES: usize = 16;
     /// Bytes of an entry.

@@ -34,6 +34,19 @@ struct Queue {
     sleeping: bool,
 }
 
+impl Queue {
+    /// An Xid that stopped a channel is an error of the context from then on.
+    fn note_fault(&mut self, xid: u32) -> Result<(), CuResult> {
+        match xid {
+            0 => return Ok(()),
+            // An MMU fault is the one that the API names.
+            31 => self.error = error::ILLEGAL_ADDRESS,
+            _ => self.error = error::LAUNCH_FAILED,
+        }
+        Err(self.error)
+    }
+}
+
 /// The queue of one context.
 pub struct Launcher {
     fd: RawFd,
@@ -214,17 +227,7 @@ impl Launcher {
             Ok(answer) => {
                 let state = &mut queue.channels[channel];
                 state.completed = state.completed.max(answer.completed);
-                let fault = answer.fault;
-                if fault != 0 {
-                    // An MMU fault is the one that the API names.
-                    queue.error = if fault == 31 {
-                        error::ILLEGAL_ADDRESS
-                    } else {
-                        error::LAUNCH_FAILED
-                    };
-                    return Err(queue.error);
-                }
-                Ok(())
+                queue.note_fault(answer.fault)
             }
             Err(_) => {
                 queue.error = error::OPERATING_SYSTEM;
@@ -251,11 +254,12 @@ impl Launcher {
             let answer = rm::submit(self.fd, self.client, &entries);
             let mut queue = self.lock();
             match answer {
-                Ok(completed) => {
+                Ok((completed, fault)) => {
                     for ((channel, _, _), completed) in batch.iter().zip(completed) {
                         let state = &mut queue.channels[*channel];
                         state.completed = state.completed.max(completed);
                     }
+                    queue.note_fault(fault)?;
                 }
                 Err(_) => {
                     queue.error = error::OPERATING_SYSTEM;

@@ -464,8 +464,8 @@ impl Rm {
 }
 
 /// Hands in kernels through the side channel: `(channel, kernels, nanoseconds each)`. Returns for each entry
-/// how many kernels its channel has finished.
-pub fn submit(fd: RawFd, client: u32, entries: &[(u32, u32, u64)]) -> Result<Vec<u64>, i32> {
+/// how many kernels its channel has finished, and the Xid that stopped one of the channels.
+pub fn submit(fd: RawFd, client: u32, entries: &[(u32, u32, u64)]) -> Result<(Vec<u64>, u32), i32> {
     use side::submit as layout;
     let mut arg = [0; layout::SIZE];
     let entries = &entries[..entries.len().min(layout::MAX)];
@@ -482,14 +482,15 @@ pub fn submit(fd: RawFd, client: u32, entries: &[(u32, u32, u64)]) -> Result<Vec
         put_u64(&mut arg, at + layout::EACH_NS, *each_ns);
     }
     ioctl(fd, side::SUBMIT, &mut arg)?;
-    Ok((0..entries.len())
+    let completed = (0..entries.len())
         .map(|index| {
             u64_at(
                 &arg,
                 layout::ENTRIES + index * layout::ENTRY + layout::COMPLETED,
             )
         })
-        .collect())
+        .collect();
+    Ok((completed, u32_at(&arg, layout::FAULT)))
 }
 
 /// How far a channel is.

@@ -386,7 +386,9 @@ unsafe fn owned(result: libc::c_long) -> Option<OwnedFd> {
 }
 
 fn submit(shared: &mut Shared, arg: &mut [u8]) {
-    use side::submit::{CHANNEL, CLIENT, COMPLETED, COUNT, EACH_NS, ENTRIES, ENTRY, KERNELS, MAX};
+    use side::submit::{
+        CHANNEL, CLIENT, COMPLETED, COUNT, EACH_NS, ENTRIES, ENTRY, FAULT, KERNELS, MAX,
+    };
     let client = u32_at(arg, CLIENT);
     let count = (u32_at(arg, COUNT) as usize).min(MAX);
     for index in 0..count {
@@ -399,6 +401,9 @@ fn submit(shared: &mut Shared, arg: &mut [u8]) {
         );
         let completed = progress.map_or(u64::MAX, |progress| progress.completed);
         put_u64(arg, at + COMPLETED, completed);
+        if let Some(fault) = progress.and_then(|progress| progress.fault) {
+            put_u32(arg, FAULT, fault);
+        }
     }
 }
 

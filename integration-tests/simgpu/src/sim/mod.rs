@@ -16,6 +16,9 @@ mod object;
 mod uvm;
 pub mod vidmem;
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::{BTreeMap, HashMap};
 
 use gpuquota_common::nvidia::{class, status};
@@ -585,7 +588,8 @@ impl Sim {
             return Err(status::INVALID_ARGUMENT);
         }
         self.planned_failure()?;
-        let granted = vidmem::granted_size(size, attr).ok_or(status::NO_MEMORY)?;
+        // A size that does not fit into 64 bits does not fit onto a card either.
+        let granted = vidmem::granted_size(size, attr).unwrap_or(u64::MAX);
         let block = self
             .memory
             .take(gpu, granted, pid, Purpose::Object)

@@ -23,8 +23,8 @@ const HANDLE_PROVIDED: u32 = 0x4000;
 /// Flags and attributes that libcuda allocates with.
 const FLAGS: u32 = 0x1_c101;
 const ATTR: u32 = 0x1800_0000;
-/// Direction bits and type byte that nobody uses: the driver looks at neither.
-const ODD: u32 = (1 << 30) | (0x11 << 8);
+/// A type byte that nobody uses: the driver does not look at it.
+const ODD_TYPE: u32 = 0x11 << 8;
 
 /// A client with one GPU.
 pub struct Raw {
@@ -151,7 +151,11 @@ impl Raw {
                 let length = usize::from(nvos64::SIZE_NVOS21);
                 let mut arg = self.alloc_arg(length, DEVICE, handle, class, &mut params);
                 let cmd = if via == Via::OddBits {
-                    ODD | (u32::from(nvos64::SIZE_NVOS21) << 16) | u32::from(nr::RM_ALLOC)
+                    // None, write only, read only: it does not look at the direction either.
+                    ((handle % 3) << 30)
+                        | ODD_TYPE
+                        | (u32::from(nvos64::SIZE_NVOS21) << 16)
+                        | u32::from(nr::RM_ALLOC)
                 } else {
                     IoctlCmd {
                         nr: nr::RM_ALLOC,
