@@ -28,7 +28,10 @@ pub const DIR_VARIABLE: &str = "SIMGPU_DIR";
 const MAGIC: u8 = b'S';
 
 const fn iowr(nr: u8, size: usize) -> u32 {
-    (3 << 30) | ((size as u32) << 16) | ((MAGIC as u32) << 8) | nr as u32
+    assert!(size < 1 << 14, "the size field has 14 bits");
+    #[allow(clippy::cast_possible_truncation, reason = "checked above")]
+    let size = size as u32;
+    (3 << 30) | (size << 16) | ((MAGIC as u32) << 8) | nr as u32
 }
 
 /// Hands in kernels. Argument: [`submit`].

@@ -1,4 +1,5 @@
 //! The simulated GPU as a whole: file system, libcuda and workload. Needs root, since it mounts.
+#![allow(clippy::unwrap_used, reason = "a test panics")]
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};

@@ -1,4 +1,5 @@
 //! The simulated NVML through nvml-wrapper, as the daemon uses it.
+#![allow(clippy::unwrap_used, reason = "a test panics")]
 
 use std::time::Duration;
 

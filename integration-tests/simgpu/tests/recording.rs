@@ -1,5 +1,6 @@
 //! The simulated library and server against the recording of the real ones: the same program must make the
 //! same calls with the same handles and sizes.
+#![allow(clippy::unwrap_used, reason = "a test panics")]
 
 use gpuquota_simgpu::fixture::{Options, SimGpu};
 use gpuquota_simgpu::side;

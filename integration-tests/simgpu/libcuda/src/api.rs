@@ -162,12 +162,12 @@ fn attribute(device: &driver::Device, attribute: c_int) -> c_int {
         13 => 1_980_000,
         // PCI bus; device and domain are 0.
         33 => c_int::from(device.pci_bus),
-        // Compute capability.
+        // Compute capability, its major part.
         75 => 9,
-        76 => 0,
         // Can map host memory, unified addressing, managed memory and its concurrent use, virtual memory
         // management, memory pools.
         19 | 41 | 83 | 89 | 102 | 115 => 1,
+        // Also the minor part of the compute capability.
         _ => 0,
     }
 }
@@ -212,7 +212,8 @@ macro_rules! api {
             $(#[$meta])*
             #[unsafe(no_mangle)]
             pub unsafe extern "C" fn $name($($arg: $type),*) -> CuResult {
-                done((|| -> Result<(), CuResult> { $body })())
+                let work = || -> Result<(), CuResult> { $body };
+                done(work())
             }
         )*
 
@@ -701,7 +702,11 @@ api! {
             context.launcher.time_of(*channel, *number)
         };
         let (start, end) = (time(start)?, time(end)?);
-        #[allow(clippy::cast_precision_loss, reason = "the API wants a float")]
+        #[allow(
+            clippy::cast_precision_loss,
+            clippy::cast_possible_truncation,
+            reason = "the API wants a float"
+        )]
         out(milliseconds, (end as f64 - start as f64) as f32 / 1e6)
     }
 

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::fmt::Write as _;
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use gpuquota_common::nvidia::{card, class, ctrl, fb_info, gid_info, nr, uvm};
-use gpuquota_simgpu::bytes::{put_u32, put_u64, u32_at};
+use gpuquota_simgpu::bytes::{put_u32, u32_at};
 use gpuquota_simgpu::side;
 
 use crate::error::{self, CuResult};
@@ -48,7 +49,7 @@ pub struct Device {
     /// PCI bus number.
     pub pci_bus: u8,
     /// Device object.
-    pub device: u32,
+    pub object: u32,
     /// Subdevice object.
     pub subdevice: u32,
     /// The object that allocations are registered with.
@@ -237,7 +238,7 @@ impl Driver {
                     id_control(rm, object, cmd, cards.first());
                 }
                 Call::Alloc { class, new, .. } => {
-                    rm.alloc(To::Ctl, class, rm.client, new, &mut [])?
+                    rm.alloc(To::Ctl, class, rm.client, new, &mut [])?;
                 }
                 Call::Free(Ref::Client) => rm.free(rm.client, rm.client, rm.client),
                 Call::Free(Ref::Handle(handle)) => rm.free(rm.client, rm.client, handle),
@@ -282,7 +283,7 @@ impl Driver {
             name,
             memory,
             pci_bus: card.bus,
-            device: bases.map(RECORDED_DEVICE),
+            object: bases.map(RECORDED_DEVICE),
             subdevice: bases.map(RECORDED_SUBDEVICE),
             p2p: bases.map(RECORDED_P2P),
             file,
@@ -555,16 +556,23 @@ fn select_by_uuid(devices: &mut Vec<Device>) {
             .trim_start_matches("GPU-")
             .replace('-', "")
             .to_lowercase();
-        let found = devices.iter().position(|device| {
-            let hex: String = device.uuid.iter().map(|b| format!("{b:02x}")).collect();
-            !wanted.is_empty() && hex.starts_with(&wanted)
-        });
+        let found = devices
+            .iter()
+            .position(|device| !wanted.is_empty() && hex(&device.uuid).starts_with(&wanted));
         match found {
             Some(index) => chosen.push(devices.remove(index)),
             None => break,
         }
     }
     *devices = chosen;
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        // Writing to a string does not fail.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
 }
 
 fn gpu_uuid(rm: &Rm, subdevice: u32) -> Result<[u8; 16], CuResult> {
@@ -634,46 +642,29 @@ fn replay(rm: &Rm, calls: &[Call], made: &mut Made, with: Replay<'_>) -> Result<
         match *call {
             Call::Alloc {
                 gpu,
-                class: class_number,
+                class,
                 parent,
                 new,
                 memory,
             } => {
                 let (parent, new) = (object(parent), bases.map(new));
-                if let Some(memory) = memory {
-                    let size = if class_number == class::NV01_MEMORY_LOCAL_USER {
-                        sizes.next().copied().unwrap_or(memory.size)
-                    } else {
-                        memory.size
-                    };
-                    rm.alloc_memory(
-                        parent,
-                        new,
-                        &MemoryRequest {
-                            class: class_number,
-                            size,
-                            attr: memory.attr,
-                            attr2: memory.attr2,
-                            flags: memory.flags,
-                            kind: memory.kind,
-                        },
-                    )?;
-                    // Addresses alone are nothing to map.
-                    if class_number != class::NV50_MEMORY_VIRTUAL {
-                        made.memory = Some((new, size));
+                if let Some(mut memory) = memory {
+                    if class == class::NV01_MEMORY_LOCAL_USER {
+                        memory.size = sizes.next().copied().unwrap_or(memory.size);
                     }
+                    replay_memory(rm, made, class, parent, new, memory)?;
                 } else {
-                    let mut params = Vec::new();
-                    if class_number == class::NV01_DEVICE_0 {
-                        params = vec![0; 56];
-                        put_u32(&mut params, 0, card.minor);
-                    }
                     let to = match made.files.last() {
                         Some(file) if gpu => To::Gpu(file),
                         _ => To::Ctl,
                     };
-                    rm.alloc(to, class_number, parent, new, &mut params)?;
-                    if class::is_channel(class_number) {
+                    let mut params = Vec::new();
+                    if class == class::NV01_DEVICE_0 {
+                        params = vec![0; 56];
+                        put_u32(&mut params, 0, card.minor);
+                    }
+                    rm.alloc(to, class, parent, new, &mut params)?;
+                    if class::is_channel(class) {
                         made.channels.push((parent, new));
                     }
                 }
@@ -704,22 +695,7 @@ fn replay(rm: &Rm, calls: &[Call], made: &mut Made, with: Replay<'_>) -> Result<
             Call::Control {
                 cmd,
                 object: reference,
-            } => match cmd {
-                ctrl::TSG_GPFIFO_SCHEDULE => rm.schedule(object(reference))?,
-                ctrl::TSG_SET_TIMESLICE => {
-                    let mut params = [0; 8];
-                    put_u64(&mut params, 0, COMPUTE_SLICE_US);
-                    rm.control(object(reference), cmd, &mut params)?;
-                }
-                ctrl::GPU_GET_GID_INFO => {
-                    made.identity.uuid = Some(gpu_uuid(rm, object(reference))?)
-                }
-                ctrl::GPU_GET_NAME_STRING => made.identity.name = gpu_name(rm, object(reference))?,
-                ctrl::FB_GET_INFO_V2 => {
-                    made.identity.memory = memory_info(rm, object(reference))?.0
-                }
-                _ => id_control(rm, object(reference), cmd, Some(&card)),
-            },
+            } => replay_control(rm, made, object(reference), cmd, &card)?,
             Call::Uvm(uvm::REGISTER_GPU) => {
                 let uuid = uuid.or(made.identity.uuid).ok_or(error::UNKNOWN)?;
                 rm.uvm_register_gpu(uuid)?;
@@ -737,6 +713,51 @@ fn replay(rm: &Rm, calls: &[Call], made: &mut Made, with: Replay<'_>) -> Result<
             Call::Uvm(cmd) => rm.uvm_plain(cmd)?,
             Call::Free(_) | Call::Client => return Err(error::UNKNOWN),
         }
+    }
+    Ok(())
+}
+
+fn replay_memory(
+    rm: &Rm,
+    made: &mut Made,
+    class: u32,
+    parent: u32,
+    new: u32,
+    memory: recorded::Memory,
+) -> Result<(), CuResult> {
+    let request = MemoryRequest {
+        class,
+        size: memory.size,
+        attr: memory.attr,
+        attr2: memory.attr2,
+        flags: memory.flags,
+        kind: memory.kind,
+    };
+    rm.alloc_memory(parent, new, &request)?;
+    // Addresses alone are nothing to map.
+    if class != class::NV50_MEMORY_VIRTUAL {
+        made.memory = Some((new, memory.size));
+    }
+    Ok(())
+}
+
+/// A control; what it tells about the GPU is noted.
+fn replay_control(
+    rm: &Rm,
+    made: &mut Made,
+    object: u32,
+    cmd: u32,
+    card: &CardInfo,
+) -> Result<(), CuResult> {
+    match cmd {
+        ctrl::TSG_GPFIFO_SCHEDULE => rm.schedule(object)?,
+        ctrl::TSG_SET_TIMESLICE => {
+            rm.control(object, cmd, &mut COMPUTE_SLICE_US.to_ne_bytes())?;
+        }
+        ctrl::GPU_GET_GID_INFO => made.identity.uuid = Some(gpu_uuid(rm, object)?),
+        ctrl::GPU_GET_NAME_STRING => made.identity.name = gpu_name(rm, object)?,
+        ctrl::FB_GET_INFO_V2 => made.identity.memory = memory_info(rm, object)?.0,
+        _ => id_control(rm, object, cmd, Some(card)),
     }
     Ok(())
 }

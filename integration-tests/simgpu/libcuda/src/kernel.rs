@@ -29,7 +29,7 @@ pub struct Function {
 /// `spin_25us` takes 25 µs, `spin_300ns` 300 ns, `touch` uses the memory at its first argument, and any other
 /// takes a microsecond.
 pub struct Module {
-    functions: Vec<Box<Function>>,
+    functions: Vec<Function>,
 }
 
 impl Module {
@@ -44,11 +44,9 @@ impl Module {
                     .chars()
                     .take_while(|c| c.is_ascii_alphanumeric() || *c == '_')
                     .collect();
-                (!name.is_empty()).then(|| {
-                    Box::new(Function {
-                        effect: effect_of(&name),
-                        name,
-                    })
+                (!name.is_empty()).then(|| Function {
+                    effect: effect_of(&name),
+                    name,
                 })
             })
             .collect();
@@ -60,10 +58,7 @@ impl Module {
 
     /// A function by name.
     pub fn get(&self, name: &str) -> Option<&Function> {
-        self.functions
-            .iter()
-            .find(|function| function.name == name)
-            .map(AsRef::as_ref)
+        self.functions.iter().find(|function| function.name == name)
     }
 }
 

@@ -223,17 +223,13 @@ impl Launcher {
         let handle = self.handle(channel)?;
         let answer = rm::wait(self.fd, self.client, handle, number);
         let mut queue = self.lock();
-        match answer {
-            Ok(answer) => {
-                let state = &mut queue.channels[channel];
-                state.completed = state.completed.max(answer.completed);
-                queue.note_fault(answer.fault)
-            }
-            Err(_) => {
-                queue.error = error::OPERATING_SYSTEM;
-                Err(queue.error)
-            }
-        }
+        let Ok(answer) = answer else {
+            queue.error = error::OPERATING_SYSTEM;
+            return Err(queue.error);
+        };
+        let state = &mut queue.channels[channel];
+        state.completed = state.completed.max(answer.completed);
+        queue.note_fault(answer.fault)
     }
 
     /// Hands over everything that is pending.
@@ -253,19 +249,15 @@ impl Launcher {
             drop(queue);
             let answer = rm::submit(self.fd, self.client, &entries);
             let mut queue = self.lock();
-            match answer {
-                Ok((completed, fault)) => {
-                    for ((channel, _, _), completed) in batch.iter().zip(completed) {
-                        let state = &mut queue.channels[*channel];
-                        state.completed = state.completed.max(completed);
-                    }
-                    queue.note_fault(fault)?;
-                }
-                Err(_) => {
-                    queue.error = error::OPERATING_SYSTEM;
-                    return Err(queue.error);
-                }
+            let Ok((completed, fault)) = answer else {
+                queue.error = error::OPERATING_SYSTEM;
+                return Err(queue.error);
+            };
+            for ((channel, _, _), completed) in batch.iter().zip(completed) {
+                let state = &mut queue.channels[*channel];
+                state.completed = state.completed.max(completed);
             }
+            queue.note_fault(fault)?;
         }
     }
 

@@ -169,7 +169,7 @@ impl Memory {
                 return Ok(block + offset);
             }
         }
-        let (handle, base) = self.rm_memory(driver, context, GRANULARITY)?;
+        let (handle, base) = Self::rm_memory(driver, context, GRANULARITY)?;
         let mut parts = Parts::new(GRANULARITY);
         let offset = parts.take(size, SMALL_ALIGN).ok_or(error::UNKNOWN)?;
         let mut tables = lock(&self.tables);
@@ -192,7 +192,7 @@ impl Memory {
         let length = size
             .checked_next_multiple_of(GRANULARITY)
             .ok_or(error::OUT_OF_MEMORY)?;
-        let (handle, base) = self.rm_memory(driver, context, length)?;
+        let (handle, base) = Self::rm_memory(driver, context, length)?;
         lock(&self.tables).allocations.insert(
             base,
             Allocation::Large {
@@ -206,16 +206,11 @@ impl Memory {
     }
 
     /// The recorded steps of `cuMemAlloc`: object, registration, range, mapping.
-    fn rm_memory(
-        &self,
-        driver: &Driver,
-        context: &Context,
-        length: u64,
-    ) -> Result<(u32, u64), CuResult> {
+    fn rm_memory(driver: &Driver, context: &Context, length: u64) -> Result<(u32, u64), CuResult> {
         let device = driver.device(context.device)?;
         let handle = driver.take_handle();
         let request = MemoryRequest::video(length);
-        if let Err(error) = driver.rm.alloc_memory(device.device, handle, &request) {
+        if let Err(error) = driver.rm.alloc_memory(device.object, handle, &request) {
             driver.return_handle(handle);
             return Err(error);
         }
@@ -228,13 +223,13 @@ impl Memory {
             .uvm_range(base, length)
             .and_then(|()| driver.rm.uvm_map(base, length, handle));
         if let Err(error) = mapped {
-            self.free_rm_memory(driver, context.device, handle, base, length);
+            Self::free_rm_memory(driver, context.device, handle, base, length);
             return Err(error);
         }
         Ok((handle, base))
     }
 
-    fn free_rm_memory(&self, driver: &Driver, device: usize, handle: u32, base: u64, length: u64) {
+    fn free_rm_memory(driver: &Driver, device: usize, handle: u32, base: u64, length: u64) {
         let Ok(device) = driver.device(device) else {
             return;
         };
@@ -242,7 +237,7 @@ impl Memory {
             .rm
             .control_plain(device.p2p, ctrl::P2P_UNREGISTER_VIDMEM);
         driver.rm.uvm_free(base, length);
-        driver.rm.free(driver.rm.client, device.device, handle);
+        driver.rm.free(driver.rm.client, device.object, handle);
         driver.return_handle(handle);
     }
 
@@ -266,7 +261,7 @@ impl Memory {
                     && let Some(entry) = tables.blocks.remove(&block)
                 {
                     drop(tables);
-                    self.free_rm_memory(driver, entry.device, entry.handle, block, GRANULARITY);
+                    Self::free_rm_memory(driver, entry.device, entry.handle, block, GRANULARITY);
                 }
             }
             Allocation::Large {
@@ -276,7 +271,7 @@ impl Memory {
                 ..
             } => {
                 drop(tables);
-                self.free_rm_memory(driver, device, handle, address, length);
+                Self::free_rm_memory(driver, device, handle, address, length);
             }
             Allocation::Pooled { segment } => {
                 if let Some(entry) = tables.segments.get_mut(&segment) {
@@ -324,7 +319,7 @@ impl Memory {
         if first_use {
             self.set_up_pool(driver, context)?;
         }
-        let handles = match self.grow_pool(driver, context, base, pieces) {
+        let handles = match Self::grow_pool(driver, context, base, pieces) {
             Ok(handles) => handles,
             Err(error) => {
                 driver.rm.uvm_free(base, length);
@@ -355,7 +350,7 @@ impl Memory {
         let handle = driver.take_handle();
         driver
             .rm
-            .alloc_memory(device.device, handle, &MemoryRequest::host(GRANULARITY))?;
+            .alloc_memory(device.object, handle, &MemoryRequest::host(GRANULARITY))?;
         driver
             .rm
             .control_plain(driver.rm.client, CLIENT_GET_ADDR_SPACE_TYPE);
@@ -368,7 +363,6 @@ impl Memory {
     }
 
     fn grow_pool(
-        &self,
         driver: &Driver,
         context: &Context,
         base: u64,
@@ -386,7 +380,7 @@ impl Memory {
             let request = MemoryRequest::video_pooled(POOL_PIECE);
             result = driver
                 .rm
-                .alloc_memory(device.device, handle, &request)
+                .alloc_memory(device.object, handle, &request)
                 .map(|_| ());
             if result.is_err() {
                 break;
@@ -405,7 +399,7 @@ impl Memory {
         }
         if let Err(error) = result {
             for handle in handles.iter().rev() {
-                driver.rm.free(driver.rm.client, device.device, *handle);
+                driver.rm.free(driver.rm.client, device.object, *handle);
             }
             return Err(error);
         }
@@ -500,7 +494,7 @@ impl Memory {
         if size == 0 || !size.is_multiple_of(GRANULARITY) {
             return Err(error::INVALID_VALUE);
         }
-        let parent = driver.device(device)?.device;
+        let parent = driver.device(device)?.object;
         let handle = driver.take_handle();
         let request = MemoryRequest::video_pooled(size);
         if let Err(error) = driver.rm.alloc_memory(parent, handle, &request) {
@@ -531,7 +525,7 @@ impl Memory {
             && let Some(created) = tables.created.remove(&id)
         {
             drop(tables);
-            let parent = driver.device(created.device)?.device;
+            let parent = driver.device(created.device)?.object;
             driver.rm.free(driver.rm.client, parent, created.handle);
             driver.return_handle(created.handle);
         }
@@ -665,7 +659,7 @@ impl Memory {
         let handle = driver.take_handle();
         if let Err(error) = driver
             .rm
-            .pin(&device.file, device.device, handle, address, length)
+            .pin(&device.file, device.object, handle, address, length)
         {
             driver.return_handle(handle);
             return Err(error);
@@ -736,7 +730,7 @@ fn free_segment(driver: &Driver, base: u64, segment: &Segment) {
     for handle in segment.handles.iter().rev() {
         at -= POOL_PIECE;
         driver.rm.uvm_unmap(at, POOL_PIECE);
-        driver.rm.free(driver.rm.client, device.device, *handle);
+        driver.rm.free(driver.rm.client, device.object, *handle);
     }
 }
 
@@ -756,7 +750,7 @@ fn free_pinned(driver: &Driver, address: u64, pinned: &Pinned) {
     driver.rm.uvm_free(pinned.range, pinned.length);
     driver
         .rm
-        .free(driver.rm.client, device.device, pinned.handle);
+        .free(driver.rm.client, device.object, pinned.handle);
     driver
         .rm
         .control_plain(device.subdevice, ctrl::GPU_GET_NAME_STRING);

@@ -183,7 +183,8 @@ macro_rules! api {
             #[unsafe(no_mangle)]
             #[allow(non_snake_case, reason = "the names are NVML's")]
             pub unsafe extern "C" fn $name($($arg: $type),*) -> Return {
-                match (|| -> Result<(), Return> { $body })() {
+                let work = || -> Result<(), Return> { $body };
+                match work() {
                     Ok(()) => nvml::nvmlReturn_enum_NVML_SUCCESS,
                     Err(code) => code,
                 }

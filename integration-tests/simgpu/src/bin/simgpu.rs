@@ -52,7 +52,7 @@ struct Args {
 }
 
 fn main() -> ExitCode {
-    match run(Args::parse()) {
+    match run(&Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("simgpu: {error:#}");
@@ -61,7 +61,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(args: Args) -> anyhow::Result<()> {
+fn run(args: &Args) -> anyhow::Result<()> {
     if args.gpus == 0 || args.gpus > 64 {
         bail!("--gpus {}: 1 to 64", args.gpus);
     }

@@ -23,7 +23,7 @@ struct Args {
     /// Which GPU.
     #[arg(long, default_value_t = 0, global = true)]
     device: u32,
-    /// Directory of the device files, for the ways without libcuda [default: $SIMGPU_DIR or /dev]
+    /// Directory of the device files, for the ways without libcuda [default: `$SIMGPU_DIR` or /dev]
     #[arg(long, global = true)]
     devices: Option<PathBuf>,
     /// Go without libcuda: speak to the driver's files directly.

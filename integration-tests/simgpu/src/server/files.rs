@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
+use std::fmt::Write as _;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -294,10 +295,12 @@ impl Files {
         let shared = self.core.lock();
         let mut text = String::new();
         for event in shared.sim.memory().events() {
-            text.push_str(&format!(
-                "{} {} {} {}\n",
+            // Writing to a string does not fail.
+            let _ = writeln!(
+                text,
+                "{} {} {} {}",
                 event.number, event.pid, event.gpu, event.change
-            ));
+            );
         }
         text.into_bytes()
     }
@@ -341,7 +344,7 @@ fn escape(
         shared.sim.escape(file, parsed, &mut arg, &process)
     });
     if let (Some(trace), Some(line)) = (&core.trace, &mut line) {
-        line.push_str(&trace::outcome(parsed, &arg, &result));
+        line.push_str(&trace::outcome(parsed, &arg, result));
         trace.line(line);
     }
     result?;

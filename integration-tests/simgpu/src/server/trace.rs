@@ -1,7 +1,8 @@
 //! The calls that were answered, written to a file in the form of the recordings in `traces/`.
 
+use std::fmt::Write as _;
 use std::fs::File;
-use std::io::Write;
+use std::io::Write as _;
 use std::sync::{Mutex, PoisonError};
 
 use gpuquota_common::nvidia::{
@@ -52,7 +53,9 @@ pub fn describe(node: Node, cmd: IoctlCmd, arg: &[u8], caller: &dyn Caller) -> S
                     .read(u64_at(arg, nvos64::PARAMS), &mut params)
                     .is_ok()
             {
-                rest += &format!(
+                // Writing to a string does not fail.
+                let _ = write!(
+                    rest,
                     " type={:x} flags={:x} attr={:x} attr2={:x} size={}",
                     u32_at(&params, 4),
                     u32_at(&params, memparams::FLAGS),
@@ -88,12 +91,10 @@ pub fn describe(node: Node, cmd: IoctlCmd, arg: &[u8], caller: &dyn Caller) -> S
 }
 
 /// What came of it.
-pub fn outcome(cmd: IoctlCmd, arg: &[u8], result: &Result<(), i32>) -> String {
-    match result {
-        Err(errno) => format!(" ret=-1 err={errno}"),
-        Ok(()) => {
-            let status = status_offset(cmd).map_or(0, |offset| u32_at(arg, offset));
-            format!(" ret=0 err=0 st={status:#x}")
-        }
+pub fn outcome(cmd: IoctlCmd, arg: &[u8], result: Result<(), i32>) -> String {
+    if let Err(errno) = result {
+        return format!(" ret=-1 err={errno}");
     }
+    let status = status_offset(cmd).map_or(0, |offset| u32_at(arg, offset));
+    format!(" ret=0 err=0 st={status:#x}")
 }

@@ -6,7 +6,7 @@ use gpuquota_common::nvidia::{
 };
 
 use super::object::Kind;
-use super::{Caller, Fault, Node, RmStatus, Sim, gpu_id, is_host_memory, pci_bus};
+use super::{Caller, Fault, MemoryRequest, Node, RmStatus, Sim, gpu_id, is_host_memory, pci_bus};
 use crate::bytes::{put, put_u32, put_u64, u32_at, u64_at};
 
 /// Events tied to a file: the classes that a GPU's file takes too.
@@ -98,7 +98,7 @@ impl Sim {
             nr::RM_ALLOC => self.rm_alloc(file, arg, caller),
             nr::RM_FREE => self.rm_free(file, arg),
             nr::RM_CONTROL => self.rm_control(file, arg, caller),
-            nr::RM_ALLOC_MEMORY => self.rm_alloc_memory(file, arg, caller),
+            nr::RM_ALLOC_MEMORY => self.rm_alloc_memory(file, arg),
             nr::RM_ALLOC_OBJECT => {
                 let result = self.alloc(
                     file,
@@ -118,7 +118,7 @@ impl Sim {
                 let result = self.share(file, u32_at(arg, 0), u32_at(arg, 4));
                 put_u32(arg, 20, result.err().unwrap_or(status::OK));
             }
-            nr::RM_VID_HEAP_CONTROL => self.vid_heap(file, arg, caller),
+            nr::RM_VID_HEAP_CONTROL => self.vid_heap(file, arg),
             nr::CARD_INFO => self.card_info(arg),
             nr::CHECK_VERSION_STR => put_u32(arg, 4, 1),
             // Memory block size 0: the card's memory is no NUMA node.
@@ -274,12 +274,14 @@ impl Sim {
         }
         let (handle, granted) = self.alloc_memory(
             file,
-            request.client,
-            request.parent,
-            request.new,
-            request.class,
-            u64_at(&buf, memparams::REQUESTED),
-            attr,
+            &MemoryRequest {
+                client: request.client,
+                parent: request.parent,
+                new: request.new,
+                class: request.class,
+                size: u64_at(&buf, memparams::REQUESTED),
+                attr,
+            },
         )?;
         put_u64(&mut buf, memparams::REQUESTED, granted);
         put_u64(&mut buf, memparams::LIMIT, granted - 1);
@@ -305,16 +307,25 @@ impl Sim {
     }
 
     /// The legacy `RM_ALLOC_MEMORY`: the class and the size − 1 in one structure.
-    fn rm_alloc_memory(&mut self, file: u64, arg: &mut [u8], caller: &dyn Caller) {
+    fn rm_alloc_memory(&mut self, file: u64, arg: &mut [u8]) {
         let client = u32_at(arg, nvos02::ROOT);
         let parent = u32_at(arg, nvos02::PARENT);
         let new = u32_at(arg, nvos02::NEW);
         let class = u32_at(arg, nvos02::CLASS);
         let bytes = u64_at(arg, nvos02::LIMIT).wrapping_add(1);
-        let _ = caller;
         let result = match class {
             class::NV01_MEMORY_LOCAL_USER => self
-                .alloc_memory(file, client, parent, new, class, bytes, 0)
+                .alloc_memory(
+                    file,
+                    &MemoryRequest {
+                        client,
+                        parent,
+                        new,
+                        class,
+                        size: bytes,
+                        attr: 0,
+                    },
+                )
                 .map(|(handle, granted)| {
                     put_u64(arg, nvos02::LIMIT, granted - 1);
                     handle

@@ -3,7 +3,7 @@
 use gpuquota_common::nvidia::{class, heap, nvos32, status};
 
 use super::object::Kind;
-use super::{Caller, RmStatus, Sim};
+use super::{MemoryRequest, RmStatus, Sim};
 use crate::bytes::{put_u32, put_u64, u32_at, u64_at};
 
 const FN_INFO: u32 = 5;
@@ -48,17 +48,12 @@ const fn fields(function: u32) -> Option<Fields> {
 
 impl Sim {
     /// Answers `VID_HEAP_CONTROL`.
-    pub(super) fn vid_heap(&mut self, file: u64, arg: &mut [u8], caller: &dyn Caller) {
-        let result = self.vid_heap_function(file, arg, caller);
+    pub(super) fn vid_heap(&mut self, file: u64, arg: &mut [u8]) {
+        let result = self.vid_heap_function(file, arg);
         put_u32(arg, nvos32::STATUS, result.err().unwrap_or(status::OK));
     }
 
-    fn vid_heap_function(
-        &mut self,
-        file: u64,
-        arg: &mut [u8],
-        _caller: &dyn Caller,
-    ) -> Result<(), RmStatus> {
+    fn vid_heap_function(&mut self, file: u64, arg: &mut [u8]) -> Result<(), RmStatus> {
         let root = u32_at(arg, nvos32::ROOT);
         let parent = u32_at(arg, nvos32::PARENT);
         let function = u32_at(arg, nvos32::FUNCTION);
@@ -120,8 +115,15 @@ impl Sim {
             let class = class::NV01_MEMORY_SYSTEM;
             (self.insert(root, parent, wanted, class, kind)?, size)
         } else {
-            let class = class::NV01_MEMORY_LOCAL_USER;
-            self.alloc_memory(file, root, parent, wanted, class, size, attr)?
+            let request = MemoryRequest {
+                client: root,
+                parent,
+                new: wanted,
+                class: class::NV01_MEMORY_LOCAL_USER,
+                size,
+                attr,
+            };
+            self.alloc_memory(file, &request)?
         };
         put_u32(arg, nvos32::MEMORY, handle);
         put_u64(arg, fields.size, granted);

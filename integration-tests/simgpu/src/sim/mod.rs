@@ -20,6 +20,7 @@ pub mod vidmem;
 mod tests;
 
 use std::collections::{BTreeMap, HashMap};
+use std::fmt::Write as _;
 
 use gpuquota_common::nvidia::{class, status};
 
@@ -107,7 +108,11 @@ pub struct GpuConfig {
 impl GpuConfig {
     /// The UUID as NVML writes it.
     pub fn uuid_text(&self) -> String {
-        let hex: String = self.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+        let mut hex = String::new();
+        for byte in self.uuid {
+            // Writing to a string does not fail.
+            let _ = write!(hex, "{byte:02x}");
+        }
         format!(
             "GPU-{}-{}-{}-{}-{}",
             &hex[..8],
@@ -181,6 +186,16 @@ struct OpenFile {
     /// Closed by user space, but another file still refers to it.
     closed: bool,
     uvm: uvm::Space,
+}
+
+/// Video memory that is asked for, by whichever call.
+struct MemoryRequest {
+    client: u32,
+    parent: u32,
+    new: u32,
+    class: u32,
+    size: u64,
+    attr: u32,
 }
 
 /// An RM status other than OK.
@@ -563,16 +578,15 @@ impl Sim {
     }
 
     /// Takes memory on the card of `parent` and makes it an object; returns its handle and size.
-    fn alloc_memory(
-        &mut self,
-        file: u64,
-        client_handle: u32,
-        parent: u32,
-        handle: u32,
-        class: u32,
-        size: u64,
-        attr: u32,
-    ) -> Result<(u32, u64), RmStatus> {
+    fn alloc_memory(&mut self, file: u64, request: &MemoryRequest) -> Result<(u32, u64), RmStatus> {
+        let &MemoryRequest {
+            client: client_handle,
+            parent,
+            new: handle,
+            class,
+            size,
+            attr,
+        } = request;
         let client = self.client(file, client_handle)?;
         let pid = client.pid;
         let gpu = match client.get(parent).map(|object| &object.kind) {

@@ -268,11 +268,11 @@ impl Tenant {
             _ => None,
         };
         let start = Instant::now();
-        let mut launches = 0u64;
+        let mut issued = 0u64;
         while start.elapsed() < duration {
             if let Rate::PerSecond(rate) = rate {
                 #[allow(clippy::cast_precision_loss, reason = "2^53 launches do not happen")]
-                let due = start + Duration::from_secs_f64(launches as f64 / rate);
+                let due = start + Duration::from_secs_f64(issued as f64 / rate);
                 let early = due.saturating_duration_since(Instant::now());
                 // A sleep takes at least some 60 µs: shorter waits are made up by the next launches.
                 if early > Duration::from_micros(100) {
@@ -287,15 +287,15 @@ impl Tenant {
                 (LaunchVia::Graph, Some(graph)) => cuda.launch_graph(graph)?,
                 (LaunchVia::Graph, None) => {}
             }
-            launches += 1;
+            issued += 1;
         }
-        let issued = start.elapsed();
+        let took = start.elapsed();
         cuda.synchronize()?;
         #[allow(clippy::cast_precision_loss, reason = "2^53 launches do not happen")]
-        let per_second = launches as f64 / issued.as_secs_f64();
+        let per_second = issued as f64 / took.as_secs_f64();
         Ok(format!(
-            "launched {launches} in {:.3} s, {per_second:.0}/s, done after {:.3} s",
-            issued.as_secs_f64(),
+            "launched {issued} in {:.3} s, {per_second:.0}/s, done after {:.3} s",
+            took.as_secs_f64(),
             start.elapsed().as_secs_f64()
         ))
     }
