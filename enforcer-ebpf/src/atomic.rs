@@ -2,8 +2,12 @@
 //!
 //! `core`'s atomics offer only load and store on this target; the instructions behind the rest exist since
 //! Linux 5.12 (`BPF_FETCH`, `BPF_XCHG`).
+//!
+//! The ordering is stronger than counting needs. With a relaxed one LLVM 22 emits the old instruction, which
+//! returns nothing, and then uses its operand as if it were the old value: every limit would be compared with
+//! the request alone.
 
-use core::intrinsics::{AtomicOrdering::Relaxed, atomic_xadd, atomic_xchg};
+use core::intrinsics::{AtomicOrdering::AcqRel, atomic_xadd, atomic_xchg};
 
 /// A word of a map value that several CPUs change at once.
 #[derive(Clone, Copy)]
@@ -20,7 +24,7 @@ impl Word {
     #[inline(always)]
     pub fn add(self, value: u64) -> u64 {
         // SAFETY: see `new`; the verifier checks the address besides.
-        unsafe { atomic_xadd::<u64, u64, { Relaxed }>(self.0, value) }
+        unsafe { atomic_xadd::<u64, u64, { AcqRel }>(self.0, value) }
     }
 
     /// Subtracts, and returns the value before.
@@ -33,6 +37,6 @@ impl Word {
     #[inline(always)]
     pub fn swap(self, value: u64) -> u64 {
         // SAFETY: as in `add`.
-        unsafe { atomic_xchg::<u64, { Relaxed }>(self.0, value) }
+        unsafe { atomic_xchg::<u64, { AcqRel }>(self.0, value) }
     }
 }

@@ -3,7 +3,9 @@
 //! A raw tracepoint program that is never attached: the one type that takes arguments from user space on
 //! every kernel since 5.10 and may use every map.
 
-use aya_ebpf::{macros::raw_tracepoint, programs::RawTracePointContext};
+use core::ffi::c_void;
+
+use aya_ebpf::programs::RawTracePointContext;
 use gpuquota_common::{
     event::{self, Event},
     map::{AccountKey, InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, ObjectKey, counter},
@@ -15,22 +17,25 @@ use crate::{
     maps::{IN_FLIGHT, OBJECTS, count, now, settings},
 };
 
-/// Runs the operation that the first word names.
-#[raw_tracepoint]
-pub fn ledger_op(ctx: RawTracePointContext) -> i32 {
+/// Runs the operation that the first word names, and returns its result.
+///
+/// Written without aya's macro, whose programs always return 0.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "raw_tp")]
+pub extern "C" fn ledger_op(ctx: *mut c_void) -> u32 {
+    let ctx = RawTracePointContext::new(ctx);
     let a: u64 = ctx.arg(1);
     let b: u64 = ctx.arg(2);
     let c: u64 = ctx.arg(3);
     let d: u64 = ctx.arg(4);
-    let outcome = match ctx.arg::<u64>(0) {
+    match ctx.arg::<u64>(0) {
         op::ADMIT => admit(a as u32, b as u32, c as u32, d, ctx.arg(5), ctx.arg::<u64>(6) as u32),
         op::CANCEL => cancel(a as u32),
         op::RELEASE_OBJECT => release_object(a as u32, b as u32),
         op::RELEASE_ACCOUNT => release_account(a as u32, b as u32, c as u32),
         op::MOVE_OBJECT => move_object(a as u32, b as u32, c as u32, d as u32),
         _ => result::INVALID,
-    };
-    outcome as i32
+    }
 }
 
 /// Reserves for a thread whose call waits at a supervisor.

@@ -153,6 +153,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Whether a removal failed because there was nothing to remove.
+fn is_missing(error: &MapError) -> bool {
+    match error {
+        MapError::KeyNotFound => true,
+        MapError::SyscallError(error) => error.io_error.raw_os_error() == Some(libc::ENOENT),
+        _ => false,
+    }
+}
+
 fn map_error(map: &'static str) -> impl Fn(MapError) -> KernelError {
     move |source| KernelError::Map { map, source }
 }
@@ -303,8 +312,8 @@ impl Kernel {
             match tenant {
                 Some(tenant) => map.insert(cgroup, tenant, 0),
                 None => match map.remove(&cgroup) {
-                    Err(MapError::KeyNotFound) => Ok(()),
-                    other => other,
+                    Err(error) if !is_missing(&error) => Err(error),
+                    _ => Ok(()),
                 },
             }
             .map_err(map_error("CGROUPS"))?;
@@ -369,8 +378,8 @@ impl Kernel {
     /// Forgets a process. Its accounts are closed separately.
     pub fn forget_process(&self, tgid: u32) -> Result<(), KernelError> {
         match lock(&self.processes).remove(&tgid) {
-            Ok(()) | Err(MapError::KeyNotFound) => Ok(()),
-            Err(source) => Err(map_error("PROCESSES")(source)),
+            Err(error) if !is_missing(&error) => Err(map_error("PROCESSES")(error)),
+            _ => Ok(()),
         }
     }
 

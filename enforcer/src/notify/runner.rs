@@ -278,7 +278,8 @@ fn keep(kept: Kept, options: RunOptions) {
             // The daemon sends nothing more; the end of the stream is the end of the daemon.
             let mut byte = [0; 1];
             while matches!((&kept.link).read(&mut byte), Ok(1)) {}
-            if !find_daemon(&mut kept, &options) {
+            // A daemon also hangs up when the last task with the filter is gone.
+            if supervisor::is_deserted(&kept.listener) || !find_daemon(&mut kept, &options) {
                 return;
             }
         }

@@ -115,6 +115,18 @@ pub fn serve(listener: &OwnedFd, judge: &dyn Judge, stop: &dyn Fn() -> bool) -> 
     Ok(())
 }
 
+/// Whether no task carries the filter any more.
+pub fn is_deserted(listener: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(
+        std::os::fd::AsFd::as_fd(listener),
+        PollFlags::POLLIN,
+    )];
+    poll(&mut fds, PollTimeout::ZERO).is_ok()
+        && fds[0]
+            .revents()
+            .is_some_and(|happened| happened.contains(PollFlags::POLLHUP))
+}
+
 /// Receives one notification and answers it.
 fn answer_one(listener: &OwnedFd, judge: &dyn Judge) -> io::Result<()> {
     // SAFETY: all-zero is a value of this plain structure, and the one that the kernel asks for.
