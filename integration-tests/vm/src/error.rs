@@ -56,7 +56,7 @@ pub enum Error {
         reason: String,
         /// The file with the whole console.
         log: PathBuf,
-        /// The console's last lines.
+        /// The part of the console that tells most.
         tail: String,
     },
 
@@ -65,7 +65,7 @@ pub enum Error {
     Died {
         /// The file with the whole console.
         log: PathBuf,
-        /// The console's last lines.
+        /// The part of the console that tells most.
         tail: String,
     },
 
@@ -76,7 +76,7 @@ pub enum Error {
         limit: Duration,
         /// The file with the whole console.
         log: PathBuf,
-        /// The console's last lines.
+        /// The part of the console that tells most.
         tail: String,
     },
 }

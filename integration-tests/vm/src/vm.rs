@@ -245,7 +245,7 @@ fn permissions(path: &Path) -> Result<u32, Error> {
 }
 
 fn outcome(run: Run, limit: Duration, log: PathBuf) -> Result<Outcome, Error> {
-    let tail = || last_lines(&run.console, 40);
+    let tail = || telling_part(&run.console, 40);
     match run.end {
         End::Status(status) => Ok(Outcome {
             status,
@@ -281,9 +281,22 @@ fn script_output(console: &str) -> String {
     output
 }
 
-fn last_lines(text: &str, count: usize) -> String {
-    let lines: Vec<_> = text.lines().collect();
-    lines[lines.len().saturating_sub(count)..].join("\n")
+/// The part of a console that says what happened: from shortly before the kernel's first complaint, else the end.
+fn telling_part(console: &str, count: usize) -> String {
+    const BEFORE: usize = 5;
+    const COMPLAINTS: [&str; 3] = ["BUG: ", "Oops: ", "Kernel panic - not syncing"];
+    let lines: Vec<_> = console.lines().collect();
+    let complaint = lines
+        .iter()
+        .position(|line| COMPLAINTS.iter().any(|complaint| line.contains(complaint)));
+    let last = lines.len().saturating_sub(count);
+    let start = complaint.map_or(last, |at| at.saturating_sub(BEFORE).min(last));
+    lines[start..]
+        .iter()
+        .take(count)
+        .copied()
+        .collect::<Vec<_>>()
+        .join("\n")
 }
 
 #[cfg(test)]
@@ -301,8 +314,21 @@ mod tests {
     }
 
     #[test]
-    fn the_tail_is_short() {
-        assert_eq!(last_lines("a\nb\nc\n", 2), "b\nc");
-        assert_eq!(last_lines("a", 2), "a");
+    fn without_a_complaint_the_end_tells_most() {
+        assert_eq!(telling_part("a\nb\nc\n", 2), "b\nc");
+        assert_eq!(telling_part("a", 2), "a");
+    }
+
+    #[test]
+    fn a_complaint_is_shown_however_much_follows() {
+        let dump = "register\n".repeat(100);
+        let part = telling_part(&format!("started\n[ 1.0] BUG: bad address\n{dump}"), 10);
+        assert!(
+            part.starts_with("started\n[ 1.0] BUG: bad address\nregister\n"),
+            "{part}"
+        );
+        assert_eq!(part.lines().count(), 10);
+        let part = telling_part("a\n[ 1.0] Kernel panic - not syncing: why", 10);
+        assert_eq!(part, "a\n[ 1.0] Kernel panic - not syncing: why");
     }
 }
