@@ -49,8 +49,9 @@ impl Authority {
         action_id: String,
         details: HashMap<String, String>,
         flags: u32,
-        _cancellation_id: String,
+        cancellation_id: String,
     ) -> (Answer,) {
+        assert_eq!(cancellation_id, "", "nothing here cancels");
         let mut state = self.0.lock().expect("lock");
         state.asked.push(Question {
             kind: subject.0,
