@@ -1,0 +1,462 @@
+//! A test bed: simulated GPUs, a daemon with a policy, cgroups, tenants that are told what to do.
+//!
+//! Needs root, tracefs, a BPF file system and cgroup v2 (`scripts/prepare-host.sh` mounts what is missing).
+//! Everything that a bed makes goes with it: processes, mounts, pins, cgroups.
+#![allow(
+    clippy::missing_panics_doc,
+    reason = "a bed that cannot do what a test asks ends the test, with the reason"
+)]
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader, Write as _},
+    path::{Path, PathBuf},
+    process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio},
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use gpuquota_enforcer::{
+    cgroup::Hierarchy,
+    client::Client,
+    config::Bus,
+    control::{Tenant, TenantGpu},
+    kernel::PinDir,
+};
+use gpuquota_simgpu::fixture::{Options, SimGpu};
+
+/// How long anything may take that should happen at once.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Beds of this process so far: each has names of its own.
+static BEDS: AtomicU32 = AtomicU32::new(0);
+
+/// Everything that one test needs.
+pub struct Bed {
+    /// The GPUs.
+    pub sim: SimGpu,
+    daemon: Option<Child>,
+    hierarchy: Hierarchy,
+    name: String,
+    binaries: PathBuf,
+    runtime: tokio::runtime::Runtime,
+}
+
+impl Bed {
+    /// Simulated GPUs and a daemon with this policy.
+    ///
+    /// `@` in the policy stands for the bed's own cgroup, such as `/gqbed-4711-1.slice`.
+    pub fn new(policy: &str) -> Self {
+        Self::with(&Options::default(), policy)
+    }
+
+    /// As [`Bed::new`], on other GPUs.
+    pub fn with(options: &Options, policy: &str) -> Self {
+        let number = BEDS.fetch_add(1, Ordering::Relaxed);
+        let sim = SimGpu::spawn(options).expect("simulated GPUs");
+        let binaries = built_directory();
+        let mut bed = Self {
+            sim,
+            daemon: None,
+            hierarchy: Hierarchy::open(None).expect("cgroup v2"),
+            name: format!("gqbed-{}-{number}.slice", std::process::id()),
+            binaries,
+            runtime: tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .expect("a runtime"),
+        };
+        bed.hierarchy.create(&bed.cgroup("")).expect("a cgroup");
+        bed.write_policy(policy);
+        bed.write_settings();
+        bed.start();
+        bed
+    }
+
+    /// The path of a cgroup of this bed.
+    pub fn cgroup(&self, below: &str) -> String {
+        format!("/{}{below}", self.name)
+    }
+
+    /// The mounted cgroups.
+    pub fn hierarchy(&self) -> &Hierarchy {
+        &self.hierarchy
+    }
+
+    fn scratch(&self, name: &str) -> PathBuf {
+        self.sim.scratch().join(name)
+    }
+
+    /// Where the daemon listens.
+    pub fn bus(&self) -> String {
+        format!("peer:{}", self.scratch("run/bus").display())
+    }
+
+    fn bpf_directory(&self) -> PathBuf {
+        Path::new("/sys/fs/bpf").join(self.name.trim_end_matches(".slice"))
+    }
+
+    /// Replaces the policy on disk; `@` as in [`Bed::new`].
+    pub fn write_policy(&self, policy: &str) {
+        let folder = self.scratch("etc");
+        fs::create_dir_all(&folder).expect("a folder");
+        let text = policy.replace('@', &self.cgroup(""));
+        fs::write(folder.join("50-test.toml"), text).expect("a policy");
+    }
+
+    fn write_settings(&self) {
+        let scratch = self.sim.scratch();
+        let text = format!(
+            "bus = \"{bus}\"\n\
+             runtime-directory = \"{scratch}/run\"\n\
+             bpf-directory = \"{bpf}\"\n\
+             [policy]\nvendor = \"{scratch}/none\"\nadmin = \"{scratch}/etc\"\n\
+             [gpu]\ndevice-dir = \"{devices}\"\nnvml-library = \"{libraries}/libnvidia-ml.so.1\"\n\
+             [enforcement]\nreconcile-interval = \"200ms\"\nlistener-timeout = \"2s\"\n",
+            bus = self.bus(),
+            scratch = scratch.display(),
+            bpf = self.bpf_directory().display(),
+            devices = self.sim.devices().display(),
+            libraries = self.sim.libraries().display(),
+        );
+        fs::write(self.scratch("gpuquota.toml"), text).expect("settings");
+    }
+
+    /// Appends to the daemon's settings; takes effect at the next start.
+    pub fn add_settings(&self, text: &str) {
+        let path = self.scratch("gpuquota.toml");
+        let settings = fs::read_to_string(&path).expect("settings") + text;
+        fs::write(path, settings).expect("settings");
+    }
+
+    /// A command of this build, in the environment of the GPUs.
+    pub fn command(&self, binary: &str) -> Command {
+        self.sim.command(self.binaries.join(binary))
+    }
+
+    fn daemon_command(&self) -> Command {
+        let mut command = self.command("gpuquotad");
+        let log = fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(self.scratch("daemon.log"))
+            .expect("a log");
+        command
+            .arg("--config")
+            .arg(self.scratch("gpuquota.toml"))
+            .stdin(Stdio::null())
+            .stderr(log);
+        command
+    }
+
+    /// Starts the daemon and waits until it answers.
+    pub fn start(&mut self) {
+        assert!(self.daemon.is_none(), "the daemon runs");
+        self.daemon = Some(self.daemon_command().spawn().expect("gpuquotad"));
+        let end = Instant::now() + PATIENCE;
+        while self.try_call(async |client| client.version().await).is_none() {
+            let ended = self
+                .daemon
+                .as_mut()
+                .and_then(|daemon| daemon.try_wait().ok().flatten());
+            assert!(
+                ended.is_none() && Instant::now() < end,
+                "the daemon does not start:\n{}",
+                self.log()
+            );
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// What the daemon wrote.
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.scratch("daemon.log")).unwrap_or_default()
+    }
+
+    /// The daemon's process.
+    pub fn daemon_pid(&self) -> u32 {
+        self.daemon.as_ref().expect("the daemon runs").id()
+    }
+
+    /// Ends the daemon by a signal and waits for its end.
+    pub fn signal_daemon(&mut self, signal: i32) {
+        let mut daemon = self.daemon.take().expect("the daemon runs");
+        // SAFETY: a signal to our own child, which has not been waited for.
+        unsafe { libc::kill(daemon.id().cast_signed(), signal) };
+        daemon.wait().expect("waited for");
+    }
+
+    /// Asks the daemon; `None` if it does not answer.
+    fn try_call<T, E>(&self, ask: impl AsyncFnOnce(Client) -> Result<T, E>) -> Option<T> {
+        let bus: Bus = self.bus().parse().expect("an address");
+        self.runtime.block_on(async {
+            let client = Client::connect(&bus).await.ok()?;
+            ask(client).await.ok()
+        })
+    }
+
+    /// Asks the daemon.
+    pub fn call<T, E: std::fmt::Debug>(
+        &self,
+        ask: impl AsyncFnOnce(Client) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let bus: Bus = self.bus().parse().expect("an address");
+        self.runtime.block_on(async {
+            let client = Client::connect(&bus).await.expect("the daemon answers");
+            ask(client).await
+        })
+    }
+
+    /// A tenant as the daemon tells it.
+    pub fn tenant(&self, name: &str) -> Tenant {
+        self.call(async |client| client.tenant(name).await)
+            .expect("a tenant")
+    }
+
+    /// A tenant on one GPU.
+    pub fn usage(&self, name: &str, gpu: u32) -> TenantGpu {
+        self.tenant(name)
+            .gpus
+            .into_iter()
+            .find(|found| found.gpu == gpu)
+            .expect("a GPU")
+    }
+
+    /// Waits until a tenant's charge on a GPU is what `wanted` says; returns the last one in any case.
+    pub fn wait_usage(&self, name: &str, gpu: u32, wanted: impl Fn(u64) -> bool) -> u64 {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let used = self.usage(name, gpu).memory_used;
+            if wanted(used) || Instant::now() >= end {
+                return used;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Every number of the ledger that should be zero once nobody holds anything: name and value.
+    pub fn residue(&self) -> Vec<(String, u64)> {
+        let state = self
+            .call(async |client| client.dump_state().await)
+            .expect("the state");
+        let mut found = Vec::new();
+        let mut add = |name: String, value: &serde_json::Value| {
+            let value = value.as_u64().unwrap_or(u64::MAX);
+            if value > 0 {
+                found.push((name, value));
+            }
+        };
+        for list in ["objects", "accounts", "usage"] {
+            for item in state[list].as_array().expect("a list") {
+                match list {
+                    "usage" => add(format!("usage {item}"), &item["memory"]),
+                    "accounts" => add(format!("account {item}"), &item["bytes"]),
+                    _ => add(format!("object {item}"), &serde_json::json!(1)),
+                }
+            }
+        }
+        add("calls in flight".into(), &state["in_flight"]);
+        found
+    }
+
+    /// Waits until nothing is left in the ledger, and tells what is.
+    pub fn wait_for_nothing(&self, patience: Duration) -> Vec<(String, u64)> {
+        let end = Instant::now() + patience;
+        loop {
+            let left = self.residue();
+            if left.is_empty() || Instant::now() >= end {
+                return left;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// `gpuquotactl` with these arguments, to its end.
+    pub fn ctl(&self, arguments: &[&str]) -> Output {
+        self.command("gpuquotactl")
+            .args(["--bus", &self.bus()])
+            .args(arguments)
+            .output()
+            .expect("gpuquotactl")
+    }
+
+    /// `gpuquotactl run` in a tenant; the command's own arguments are still to be added.
+    pub fn run_command(&self, tenant: &str) -> Command {
+        let mut command = self.command("gpuquotactl");
+        command
+            .args(["--bus", &self.bus(), "run", "--socket"])
+            .arg(self.scratch("run/listener.sock"))
+            .args(["--tenant", tenant, "--"]);
+        command
+    }
+
+    /// Runs a workload in a tenant to its end.
+    pub fn run(&self, tenant: &str, arguments: &[&str]) -> Output {
+        self.run_command(tenant)
+            .arg(self.binaries.join("simtenant"))
+            .args(arguments)
+            .output()
+            .expect("gpuquotactl run")
+    }
+
+    /// A workload in a tenant that does what it is told, line by line.
+    pub fn actor(&self, tenant: &str) -> Actor {
+        let mut command = self.run_command(tenant);
+        command.arg(self.binaries.join("simtenant")).arg("interactive");
+        Actor::start(command)
+    }
+
+    /// A workload in no tenant, as far as we are concerned, that does what it is told.
+    pub fn stranger(&self) -> Actor {
+        let mut command = self.sim.tenant();
+        command.arg("interactive");
+        Actor::start(command)
+    }
+}
+
+impl Drop for Bed {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            eprintln!("the daemon's log:\n{}", self.log());
+        }
+        if let Some(daemon) = &mut self.daemon {
+            // It is ended one way or the other; what it leaves is removed below.
+            let _ = daemon.kill();
+            let _ = daemon.wait();
+        }
+        self.daemon = None;
+        let _ = PinDir::remove_all(&self.bpf_directory());
+        remove_cgroups(&self.hierarchy, &self.cgroup(""));
+    }
+}
+
+/// Kills what is left in these cgroups and removes them.
+fn remove_cgroups(hierarchy: &Hierarchy, top: &str) {
+    let end = Instant::now() + PATIENCE;
+    let mut cgroups = hierarchy.walk(top);
+    cgroups.sort_by_key(|path| std::cmp::Reverse(path.len()));
+    for path in cgroups {
+        let Ok(folder) = hierarchy.folder(&path) else {
+            continue;
+        };
+        while fs::remove_dir(&folder).is_err() && folder.exists() && Instant::now() < end {
+            for pid in fs::read_to_string(folder.join("cgroup.procs"))
+                .unwrap_or_default()
+                .lines()
+                .filter_map(|line| line.parse().ok())
+            {
+                // SAFETY: processes of this test's own cgroups.
+                unsafe { libc::kill(pid, libc::SIGKILL) };
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// Where cargo put the binaries.
+fn built_directory() -> PathBuf {
+    let test = std::env::current_exe().expect("the running test");
+    test.ancestors()
+        .find(|folder| folder.join("gpuquotad").exists())
+        .unwrap_or_else(|| {
+            panic!("gpuquotad is not built beside {}: run `cargo build` first", test.display())
+        })
+        .to_owned()
+}
+
+/// A workload that does what it is told.
+pub struct Actor {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+impl Actor {
+    fn start(mut command: Command) -> Self {
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("a workload");
+        let input = child.stdin.take();
+        let output = BufReader::new(child.stdout.take().expect("a pipe"));
+        Self {
+            child,
+            input,
+            output,
+        }
+    }
+
+    /// Gives an order without waiting for the answer.
+    pub fn order(&mut self, step: &str) {
+        let input = self.input.as_mut().expect("still running");
+        // A workload that is gone answers nothing, which `answer` shows.
+        let _ = writeln!(input, "{step}").and_then(|()| input.flush());
+    }
+
+    /// The next answer; empty if the workload has ended.
+    pub fn answer(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).expect("readable");
+        line.trim_end().to_owned()
+    }
+
+    /// Gives an order and waits for the answer.
+    pub fn tell(&mut self, step: &str) -> String {
+        self.order(step);
+        self.answer()
+    }
+
+    /// Process id of what was started: the runner, for a workload in a tenant.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Process id of the workload behind its runner.
+    pub fn workload_pid(&self) -> u32 {
+        let end = Instant::now() + PATIENCE;
+        let path = format!("/proc/{0}/task/{0}/children", self.child.id());
+        loop {
+            let children = fs::read_to_string(&path).unwrap_or_default();
+            if let Some(pid) = children
+                .split_whitespace()
+                .next()
+                .and_then(|pid| pid.parse().ok())
+            {
+                return pid;
+            }
+            assert!(Instant::now() < end, "no workload behind {}", self.child.id());
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Kills the workload, not its runner.
+    pub fn kill_workload(&self) {
+        // SAFETY: a process that this test started.
+        unsafe { libc::kill(self.workload_pid().cast_signed(), libc::SIGKILL) };
+    }
+
+    /// Ends the input and waits for the end; returns the exit code, or `None` for a signal.
+    pub fn finish(mut self) -> Option<i32> {
+        drop(self.input.take());
+        self.child.wait().expect("waited for").code()
+    }
+}
+
+impl Drop for Actor {
+    fn drop(&mut self) {
+        drop(self.input.take());
+        if self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
+            thread::sleep(Duration::from_millis(20));
+        }
+        // Gone already is fine.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Path of a binary of this build.
+pub fn binary(name: &str) -> PathBuf {
+    built_directory().join(name)
+}

@@ -1,0 +1,187 @@
+//! Charges go when what they are for goes, whatever way that is; and nobody depends on the daemon's life.
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use gpuquota_native_tests::Bed;
+
+const GIB: u64 = 1 << 30;
+const ONE: &str = "[tenant.a]\ncgroup = \"@/a.slice\"\nmemory.max = \"3GiB\"\n";
+
+#[test]
+fn nothing_is_left_within_a_second_of_a_kill() {
+    let rounds = 100;
+    let bed = Bed::new(ONE);
+    let mut slowest = Duration::ZERO;
+    for round in 0..rounds {
+        let mut actor = bed.actor("a");
+        assert!(actor.tell("alloc 1GiB").starts_with("allocated"), "round {round}");
+        assert!(bed.usage("a", 0).memory_used > GIB, "round {round}");
+        actor.kill_workload();
+        let killed = Instant::now();
+        let left = bed.wait_for_nothing(Duration::from_secs(1));
+        assert_eq!(left, [], "round {round}");
+        slowest = slowest.max(killed.elapsed());
+    }
+    println!("{rounds} kills, nothing left after {slowest:?} at most");
+}
+
+#[test]
+fn a_child_that_holds_the_files_keeps_the_charge() {
+    let bed = Bed::new(ONE);
+    let mut actor = bed.actor("a");
+    assert!(actor.tell("alloc 1GiB").starts_with("allocated"));
+    let answer = actor.tell("fork --hold 3s");
+    assert!(answer.starts_with("forked"), "{answer}");
+    let before = bed.usage("a", 0).memory_used;
+    actor.kill_workload();
+    thread::sleep(Duration::from_millis(800));
+    // The driver still has the memory, for the child.
+    assert!(bed.sim.truth().expect("the truth").gpus[0].used >= GIB);
+    assert_eq!(bed.usage("a", 0).memory_used, before);
+    // With the child it goes.
+    assert_eq!(bed.wait_for_nothing(Duration::from_secs(6)), []);
+    assert_eq!(bed.sim.truth().expect("the truth").gpus[0].used, 0);
+}
+
+#[test]
+fn a_cgroup_is_governed_whenever_it_appears() {
+    let bed = Bed::new(ONE);
+    assert!(bed.tenant("a").cgroups.is_empty());
+    for _ in 0..3 {
+        let refused = bed.run("a", &["alloc", "4GiB"]);
+        assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+        assert_eq!(bed.tenant("a").cgroups, [bed.cgroup("/a.slice")]);
+        // Removed and made again it has another id.
+        let folder = bed.hierarchy().folder(&bed.cgroup("/a.slice")).expect("a path");
+        let end = Instant::now() + Duration::from_secs(5);
+        while std::fs::remove_dir(&folder).is_err() && Instant::now() < end {
+            thread::sleep(Duration::from_millis(10));
+        }
+        while !bed.tenant("a").cgroups.is_empty() && Instant::now() < end {
+            thread::sleep(Duration::from_millis(10));
+        }
+        assert!(bed.tenant("a").cgroups.is_empty());
+    }
+}
+
+#[test]
+fn a_tenant_that_comes_late_pays_for_what_is_there() {
+    let bed = Bed::new(ONE);
+    bed.hierarchy().create(&bed.cgroup("/late.slice")).expect("a cgroup");
+    let mut actor = bed.stranger();
+    bed.hierarchy().attach(&bed.cgroup("/late.slice"), actor.pid()).expect("moved");
+    assert!(actor.tell("alloc 1GiB").starts_with("allocated"));
+    bed.write_policy(&format!(
+        "{ONE}[tenant.late]\ncgroup = \"@/late.slice\"\nmemory.max = \"2GiB\"\n"
+    ));
+    assert!(bed.ctl(&["reload"]).status.success());
+    assert!(bed.usage("late", 0).memory_used > GIB);
+    // And gives it back when it leaves the policy again.
+    bed.write_policy(ONE);
+    assert!(bed.ctl(&["reload"]).status.success());
+    assert!(actor.tell("free").starts_with("freed"));
+    drop(actor);
+    assert_eq!(bed.wait_for_nothing(Duration::from_secs(2)), []);
+}
+
+#[test]
+fn a_new_daemon_finds_the_ledger_as_it_was() {
+    let mut bed = Bed::new(ONE);
+    let mut actor = bed.actor("a");
+    assert!(actor.tell("alloc 1GiB").starts_with("allocated"));
+    let before = bed.usage("a", 0).memory_used;
+    bed.signal_daemon(libc::SIGKILL);
+    bed.start();
+    assert_eq!(bed.usage("a", 0).memory_used, before);
+    // The runner has handed its listener over again: the budget holds, and what fits is granted.
+    assert!(actor.tell("alloc 2GiB").starts_with("out of memory"));
+    assert!(actor.tell("alloc 1GiB").starts_with("allocated"));
+    assert_eq!(actor.finish(), Some(2));
+    assert_eq!(bed.wait_for_nothing(Duration::from_secs(2)), []);
+}
+
+#[test]
+fn what_happens_while_no_daemon_is_there_is_known_to_the_next() {
+    let mut bed = Bed::new(ONE);
+    let mut frees = bed.actor("a");
+    let mut dies = bed.actor("a");
+    assert!(frees.tell("alloc 512MiB").starts_with("allocated"));
+    assert!(dies.tell("alloc 512MiB").starts_with("allocated"));
+    let dying = dies.workload_pid();
+    bed.signal_daemon(libc::SIGKILL);
+    assert!(frees.tell("free").starts_with("freed"));
+    // SAFETY: a process that this test started.
+    unsafe { libc::kill(dying.cast_signed(), libc::SIGKILL) };
+    thread::sleep(Duration::from_millis(300));
+    bed.start();
+    let truth = bed.sim.truth().expect("the truth");
+    let held: u64 = truth.gpus[0].processes.values().map(|process| process.rm_bytes).sum();
+    assert_eq!(bed.wait_usage("a", 0, |used| used == held), held);
+}
+
+#[test]
+fn calls_wait_for_a_daemon_and_are_refused_if_none_comes() {
+    let mut bed = Bed::new(ONE);
+    let mut actor = bed.actor("a");
+    assert!(actor.tell("alloc 64MiB").starts_with("allocated"));
+    bed.signal_daemon(libc::SIGKILL);
+    // It waits for a daemon that comes in time …
+    actor.order("alloc 512MiB");
+    thread::sleep(Duration::from_millis(500));
+    bed.start();
+    assert_eq!(actor.answer(), "allocated 536870912");
+    // … and not for ever: listener-timeout is two seconds here.
+    bed.signal_daemon(libc::SIGKILL);
+    let asked = Instant::now();
+    assert!(actor.tell("alloc 64MiB").starts_with("out of memory"));
+    assert!(asked.elapsed() < Duration::from_secs(10), "{:?}", asked.elapsed());
+    bed.start();
+    let end = Instant::now() + Duration::from_secs(5);
+    while !actor.tell("alloc 64MiB").starts_with("allocated") {
+        assert!(Instant::now() < end, "not served again");
+    }
+}
+
+#[test]
+fn a_call_that_a_daemon_took_with_it_is_asked_again() {
+    let mut bed = Bed::new(ONE);
+    let mut actor = bed.actor("a");
+    assert!(actor.tell("alloc 64MiB").starts_with("allocated"));
+    // Stopped, the daemon cannot answer; the call is its own when it dies.
+    // SAFETY: our own daemon.
+    unsafe { libc::kill(bed.daemon_pid().cast_signed(), libc::SIGSTOP) };
+    actor.order("alloc 128MiB");
+    thread::sleep(Duration::from_millis(300));
+    bed.signal_daemon(libc::SIGKILL);
+    bed.start();
+    assert_eq!(actor.answer(), "allocated 134217728");
+}
+
+#[test]
+fn only_root_may_put_a_process_into_a_tenant() {
+    let bed = Bed::new(ONE);
+    let mut command = bed.run_command("a");
+    command.arg("/bin/true");
+    let mut unprivileged = std::process::Command::new("setpriv");
+    unprivileged
+        .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
+        .arg(command.get_program())
+        .args(command.get_args());
+    let output = unprivileged.output().expect("setpriv");
+    assert!(!output.status.success());
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(text.contains("only root"), "{text}");
+}
+
+#[test]
+fn the_commands_exit_code_is_the_runners() {
+    let bed = Bed::new(ONE);
+    for (script, code) in [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137)] {
+        let mut command = bed.run_command("a");
+        let status = command.args(["/bin/sh", "-c", script]).status().expect("run");
+        assert_eq!(status.code(), Some(code), "{script}");
+    }
+}
