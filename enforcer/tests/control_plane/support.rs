@@ -349,7 +349,13 @@ impl Daemon {
         // The build directory may be closed to other users.
         let copy = self.dir.path().join("gpuquotactl");
         if !copy.exists() {
-            fs::copy(env!("CARGO_BIN_EXE_gpuquotactl"), &copy).expect("copy");
+            // By another process: a test that forks meanwhile would hold the file open for writing, and a file
+            // that is open for writing cannot be executed.
+            let copied = Command::new("cp")
+                .arg(env!("CARGO_BIN_EXE_gpuquotactl"))
+                .arg(&copy)
+                .status();
+            assert!(copied.expect("cp").success());
         }
         let mut command = Command::new(copy);
         if is_root() {
