@@ -109,6 +109,8 @@ pub mod class {
     pub const NV01_MEMORY_SYSTEM: u32 = 0x3e;
     /// Video memory: the class behind every `cuMemAlloc`.
     pub const NV01_MEMORY_LOCAL_USER: u32 = 0x40;
+    /// An alias of all memory of the card, which takes none.
+    pub const NV01_MEMORY_LOCAL_PHYSICAL: u32 = 0xc2;
     /// Extended GPU memory (host memory on coherent systems); 550 and later.
     pub const NV_MEMORY_EXTENDED_USER: u32 = 0x42;
     /// An address range without memory.
@@ -170,6 +172,20 @@ pub mod status {
     pub const INSUFFICIENT_PERMISSIONS: u32 = 0x1b;
     /// The new handle is taken.
     pub const INSERT_DUPLICATE_NAME: u32 = 0x19;
+    /// There is one already, or there are no more.
+    pub const INSUFFICIENT_RESOURCES: u32 = 0x1a;
+    /// No such channel.
+    pub const INVALID_CHANNEL: u32 = 0x21;
+    /// No such GPU among those that a file knows.
+    pub const INVALID_DEVICE: u32 = 0x26;
+    /// No client with that handle, when objects are made or freed.
+    pub const INVALID_OBJECT_HANDLE: u32 = 0x33;
+    /// An object of this class cannot be below that parent.
+    pub const INVALID_OBJECT_PARENT: u32 = 0x36;
+    /// The owner of a heap allocation is missing.
+    pub const INVALID_OWNER: u32 = 0x39;
+    /// Parameters that make no sense together.
+    pub const INVALID_PARAM_STRUCT: u32 = 0x3a;
     /// A pointer of the caller does not lead to memory.
     pub const INVALID_ADDRESS: u32 = 0x1e;
     /// The state does not allow it.
@@ -180,6 +196,10 @@ pub mod status {
     pub const NOT_SUPPORTED: u32 = 0x56;
     /// No object with that handle.
     pub const OBJECT_NOT_FOUND: u32 = 0x57;
+    /// A handle does not name an object of the kind that is needed.
+    pub const INVALID_OBJECT_HANDLE: u32 = 0x33;
+    /// A handle does not name a channel.
+    pub const INVALID_CHANNEL: u32 = 0x21;
 }
 
 /// Control commands that gpuquota issues or watches (`ctrl*.h`).
@@ -487,8 +507,8 @@ pub mod fb_info {
     pub const COUNT: usize = 0;
     /// First pair.
     pub const LIST: usize = 4;
-    /// Most pairs the list holds that every release accepts.
-    pub const MAX_PAIRS: usize = 54;
+    /// Pairs that the list has room for in 580.159.04 (measured). The driver wants parameters of exactly this length.
+    pub const MAX_PAIRS: usize = 128;
     /// Memory of the card, KiB.
     pub const INDEX_RAM_SIZE: u32 = 0x7;
     /// Memory of the card including what is reserved, KiB.

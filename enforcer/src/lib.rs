@@ -13,3 +13,4 @@ pub mod notify;
 pub mod policy_files;
 pub mod telemetry;
 pub mod tenancy;
+pub mod time;

@@ -1,6 +1,8 @@
 //! The seam to a vendor's driver. NVIDIA is the first.
 
 pub mod nvidia;
+pub mod rm;
+pub mod sched;
 
 use std::{io, path::PathBuf};
 

@@ -5,7 +5,7 @@ use std::{
     fs::{self, File, OpenOptions},
     io,
     os::{
-        fd::AsRawFd as _,
+        fd::{AsFd as _, BorrowedFd},
         unix::fs::{FileTypeExt as _, MetadataExt as _},
     },
     path::{Path, PathBuf},
@@ -13,11 +13,14 @@ use std::{
 
 use gpuquota_common::{
     map::{Device, DeviceKey, MAX_GPUS, NO_GPU, device},
-    nvidia::{IoctlCmd, card, class, ctrl, nr, nvos00, nvos54, nvos64, status},
+    nvidia::{IoctlCmd, card, class, ctrl, nr, nvos00, nvos64},
 };
 use nix::sys::stat::{major, minor};
 
-use super::{Driver, DriverError, Gpu, Topology};
+use super::{
+    Driver, DriverError, Gpu, Topology,
+    rm::{self, RmError, get, put},
+};
 use crate::telemetry::Card;
 
 /// Major versions whose headers were read; the layouts in `gpuquota_common::nvidia` hold for all of them.
@@ -93,8 +96,17 @@ fn node(path: &Path, kind: u32, gpu: u32) -> Result<(DeviceKey, Device), DriverE
 
 /// What the kernel side sees of a file: its device number, or file system and inode of a simulated node.
 pub(crate) fn key_of(path: &Path) -> io::Result<DeviceKey> {
-    let metadata = fs::metadata(path)?;
-    Ok(if metadata.file_type().is_char_device() {
+    Ok(key_of_metadata(&fs::metadata(path)?))
+}
+
+/// As [`key_of`], of an open file.
+pub(crate) fn key_of_fd(fd: BorrowedFd<'_>) -> io::Result<DeviceKey> {
+    let file = File::from(fd.try_clone_to_owned()?);
+    Ok(key_of_metadata(&file.metadata()?))
+}
+
+fn key_of_metadata(metadata: &fs::Metadata) -> DeviceKey {
+    if metadata.file_type().is_char_device() {
         DeviceKey {
             inode: 0,
             dev: kernel_dev(metadata.rdev()),
@@ -106,7 +118,7 @@ pub(crate) fn key_of(path: &Path) -> io::Result<DeviceKey> {
             dev: kernel_dev(metadata.dev()),
             reserved: 0,
         }
-    })
+    }
 }
 
 /// `dev_t` as the kernel holds it: 12 bits of major, 20 of minor.
@@ -196,20 +208,8 @@ impl Control {
         command: u32,
         params: &mut [u8],
     ) -> Result<(), DriverError> {
-        let mut call = [0u8; nvos54::SIZE as usize];
-        put(&mut call, nvos54::CLIENT, self.client);
-        put(&mut call, nvos54::OBJECT, self.client);
-        put(&mut call, nvos54::CMD, command);
-        let pointer = params.as_mut_ptr() as u64;
-        call[nvos54::PARAMS..nvos54::PARAMS + 8].copy_from_slice(&pointer.to_ne_bytes());
-        // A few hundred bytes at most.
-        put(&mut call, nvos54::PARAMS_SIZE, params.len() as u32);
-        self.call(
-            name,
-            IoctlCmd { nr: nr::RM_CONTROL, size: nvos54::SIZE },
-            &mut call,
-            Some(nvos54::STATUS),
-        )
+        rm::control(self.file.as_fd(), name, (self.client, self.client), command, params)
+            .map_err(|error| self.error(error))
     }
 
     fn call(
@@ -219,28 +219,15 @@ impl Control {
         argument: &mut [u8],
         status_at: Option<usize>,
     ) -> Result<(), DriverError> {
-        // SAFETY: the argument is as long as the size in the command says, and lives through the call.
-        let result = unsafe {
-            libc::ioctl(
-                self.file.as_raw_fd(),
-                libc::Ioctl::from(cmd.to_raw()),
-                argument.as_mut_ptr(),
-            )
-        };
-        if result < 0 {
-            return Err(DriverError::Call {
-                path: self.path.clone(),
-                call: name,
-                source: io::Error::last_os_error(),
-            });
-        }
-        match status_at.map(|at| get(argument, at)) {
-            None | Some(status::OK) => Ok(()),
-            Some(status) => Err(DriverError::Status {
-                path: self.path.clone(),
-                call: name,
-                status,
-            }),
+        rm::call(self.file.as_fd(), name, cmd, argument, status_at)
+            .map_err(|error| self.error(error))
+    }
+
+    fn error(&self, error: RmError) -> DriverError {
+        let path = self.path.clone();
+        match error {
+            RmError::Call { call, source } => DriverError::Call { path, call, source },
+            RmError::Status { call, status } => DriverError::Status { path, call, status },
         }
     }
 }
@@ -258,17 +245,6 @@ impl Drop for Control {
             None,
         );
     }
-}
-
-fn put(bytes: &mut [u8], at: usize, word: u32) {
-    bytes[at..at + 4].copy_from_slice(&word.to_ne_bytes());
-}
-
-fn get(bytes: &[u8], at: usize) -> u32 {
-    bytes[at..at + 4]
-        .iter()
-        .rev()
-        .fold(0, |word, byte| word << 8 | u32::from(*byte))
 }
 
 #[cfg(test)]

@@ -1,0 +1,13 @@
+//! GPU time: weights, ceilings, exclusive classes, latency targets and the accounts behind them.
+//!
+//! The pure parts say what should hold, the thread in [`controller`] asks them whenever something changed or is
+//! due, and [`act`] does it: by controls of the driver on a short-lived duplicate of the tenant's own control fd.
+
+pub mod account;
+pub mod act;
+pub mod ceiling;
+pub mod handles;
+pub mod latency;
+pub mod pressure;
+pub mod priority;
+pub mod slices;

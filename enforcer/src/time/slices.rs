@@ -1,0 +1,373 @@
+//! Dividing a round by weight: pure.
+//!
+//! The driver gives every channel group its time slice in turn, and skips one that has no work. So shares of GPU
+//! time among those that do have work are the ratios of their slices, whatever the others do.
+
+use std::collections::BTreeMap;
+
+/// No slice is shorter: the hardware rounds slices below about 450 µs up, and a switch costs about 200 µs.
+pub const LEAST_SLICE_US: u64 = 500;
+/// How far a round may grow so that its smallest slice is [`LEAST_SLICE_US`] and the proportions still hold.
+pub const STRETCH: u64 = 4;
+/// Weight of the processes that are in a tenant itself, beside the tenants inside it.
+pub const OWN_WEIGHT: u32 = 100;
+
+/// Fractions are in units of 2^-40.
+const ONE: u64 = 1 << 40;
+
+/// A process that has contexts on the GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Contender {
+    /// Process.
+    pub tgid: u32,
+    /// Its contexts; each takes its own turns, so they divide the share of the process.
+    pub contexts: u32,
+    /// Longest slice, microseconds, because it is squeezed; `u64::MAX` for none.
+    pub most_us: u64,
+}
+
+/// A tenant with what is on the GPU in it. One without processes, here and inside, takes no part.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Node {
+    /// Share relative to the nodes beside it.
+    pub weight: u32,
+    /// Processes in the tenant itself.
+    pub own: Vec<Contender>,
+    /// Tenants inside.
+    pub inside: Vec<Node>,
+}
+
+impl Node {
+    fn is_empty(&self) -> bool {
+        self.own.iter().all(|process| process.contexts == 0) && self.inside.iter().all(Self::is_empty)
+    }
+}
+
+/// A divided round.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Division {
+    /// Sum of the slices of all contexts before squeezing, microseconds.
+    pub round_us: u64,
+    /// Slice of each context of a process, microseconds.
+    pub slices: BTreeMap<u32, u64>,
+}
+
+/// A context's part of the whole.
+struct Part {
+    process: Contender,
+    fraction: u64,
+}
+
+/// Divides a round of `round_us` over `nodes` by weight, over the tenants inside each of them again, and over the
+/// processes of a tenant evenly.
+///
+/// Proportions hold exactly (to a microsecond) as long as no context gets less than [`LEAST_SLICE_US`] in a round
+/// that is [`STRETCH`] times as long; beyond that the smallest get that slice and the others divide the rest. The
+/// round grows as much as is needed, so nobody is left without a slice.
+pub fn divide(round_us: u64, nodes: &[Node]) -> Division {
+    let mut parts = Vec::new();
+    distribute(ONE, nodes.iter().collect(), &mut parts);
+    let contexts: u64 = parts
+        .iter()
+        .map(|part| u64::from(part.process.contexts))
+        .sum();
+    let Some(smallest) = parts.iter().map(|part| part.fraction).min() else {
+        return Division::default();
+    };
+    let fitting = scale(LEAST_SLICE_US, ONE, smallest.max(1)).saturating_add(1);
+    let round = round_us
+        .max(fitting.min(round_us.saturating_mul(STRETCH)))
+        .max(contexts.saturating_mul(LEAST_SLICE_US));
+    let slices = fill(round, contexts, &parts);
+    Division {
+        round_us: parts
+            .iter()
+            .zip(&slices)
+            .map(|(part, slice)| slice * u64::from(part.process.contexts))
+            .sum(),
+        slices: parts
+            .iter()
+            .zip(&slices)
+            .map(|(part, slice)| {
+                let most = part.process.most_us.max(LEAST_SLICE_US);
+                (part.process.tgid, (*slice).min(most))
+            })
+            .collect(),
+    }
+}
+
+/// Fractions of the whole for every process in `nodes`, each per context.
+fn distribute(whole: u64, nodes: Vec<&Node>, parts: &mut Vec<Part>) {
+    let nodes: Vec<&Node> = nodes.into_iter().filter(|node| !node.is_empty()).collect();
+    let weights: u64 = nodes.iter().map(|node| u64::from(node.weight.max(1))).sum();
+    for node in nodes {
+        let share = scale(whole, u64::from(node.weight.max(1)), weights);
+        let own: Vec<Contender> = node
+            .own
+            .iter()
+            .copied()
+            .filter(|process| process.contexts > 0)
+            .collect();
+        let inside: Vec<&Node> = node.inside.iter().filter(|node| !node.is_empty()).collect();
+        let among: u64 = inside.iter().map(|node| u64::from(node.weight.max(1))).sum();
+        let own_share = match (own.is_empty(), inside.is_empty()) {
+            (true, _) => 0,
+            (false, true) => share,
+            (false, false) => scale(share, u64::from(OWN_WEIGHT), u64::from(OWN_WEIGHT) + among),
+        };
+        let processes = own.len() as u64;
+        parts.extend(own.into_iter().map(|process| Part {
+            process,
+            fraction: own_share / (processes * u64::from(process.contexts)),
+        }));
+        distribute(share - own_share, inside, parts);
+    }
+}
+
+/// Slices per context that are proportional to the fractions, none below [`LEAST_SLICE_US`].
+fn fill(round: u64, contexts: u64, parts: &[Part]) -> Vec<u64> {
+    if contexts.saturating_mul(LEAST_SLICE_US) >= round {
+        return vec![LEAST_SLICE_US; parts.len()];
+    }
+    let mut least = vec![false; parts.len()];
+    loop {
+        let count = |least: &[bool], wanted: bool, of: &dyn Fn(&Part) -> u64| -> u64 {
+            parts
+                .iter()
+                .zip(least)
+                .filter(|(_, least)| **least == wanted)
+                .map(|(part, _)| of(part) * u64::from(part.process.contexts))
+                .sum()
+        };
+        let rest = round.saturating_sub(count(&least, true, &|_| LEAST_SLICE_US));
+        let fractions = count(&least, false, &|part| part.fraction).max(1);
+        let slices: Vec<u64> = parts
+            .iter()
+            .zip(&least)
+            .map(|(part, least)| {
+                if *least {
+                    LEAST_SLICE_US
+                } else {
+                    scale(rest, part.fraction, fractions)
+                }
+            })
+            .collect();
+        if slices.iter().all(|slice| *slice >= LEAST_SLICE_US) {
+            return slices;
+        }
+        for (least, slice) in least.iter_mut().zip(&slices) {
+            *least |= *slice < LEAST_SLICE_US;
+        }
+    }
+}
+
+/// `value * numerator / denominator` without overflow, rounded to the nearest.
+fn scale(value: u64, numerator: u64, denominator: u64) -> u64 {
+    let denominator = u128::from(denominator.max(1));
+    let product = u128::from(value) * u128::from(numerator) + denominator / 2;
+    u64::try_from(product / denominator).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn process(tgid: u32) -> Contender {
+        Contender {
+            tgid,
+            contexts: 1,
+            most_us: u64::MAX,
+        }
+    }
+
+    fn tenant(weight: u32, tgids: &[u32]) -> Node {
+        Node {
+            weight,
+            own: tgids.iter().copied().map(process).collect(),
+            inside: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn the_shares_of_the_measured_table() {
+        for (a, b, slices) in [
+            (50, 50, [5000, 5000]),
+            (25, 75, [2500, 7500]),
+            (30, 70, [3000, 7000]),
+            (10, 90, [1000, 9000]),
+        ] {
+            let division = divide(10_000, &[tenant(a, &[1]), tenant(b, &[2])]);
+            assert_eq!([division.slices[&1], division.slices[&2]], slices);
+            assert_eq!(division.round_us, 10_000);
+        }
+    }
+
+    #[test]
+    fn two_processes_in_one_tenant_count_as_one_tenant() {
+        let division = divide(20_000, &[tenant(100, &[1, 2]), tenant(100, &[3])]);
+        assert_eq!(division.slices[&1] + division.slices[&2], division.slices[&3]);
+    }
+
+    #[test]
+    fn two_contexts_in_one_process_count_as_one_process() {
+        let mut first = tenant(100, &[1]);
+        first.own[0].contexts = 2;
+        let division = divide(20_000, &[first, tenant(100, &[2])]);
+        assert_eq!(2 * division.slices[&1], division.slices[&2]);
+    }
+
+    #[test]
+    fn tenants_inside_a_tenant_divide_its_share() {
+        let outer = Node {
+            weight: 300,
+            own: vec![process(1)],
+            inside: vec![tenant(100, &[2]), tenant(100, &[3])],
+        };
+        let division = divide(12_000, &[outer, tenant(100, &[4])]);
+        assert_eq!(division.slices[&4], 3000);
+        for tgid in 1..=3 {
+            assert_eq!(division.slices[&tgid], 3000);
+        }
+    }
+
+    #[test]
+    fn a_round_grows_before_proportions_are_given_up() {
+        let division = divide(10_000, &[tenant(2, &[1]), tenant(98, &[2])]);
+        assert_eq!(division.slices[&1], 500);
+        assert!(division.slices[&2].abs_diff(24_500) <= 50, "{division:?}");
+        let steep = divide(10_000, &[tenant(1, &[1]), tenant(10_000, &[2])]);
+        assert_eq!(steep.slices[&1], 500);
+        assert_eq!(steep.slices[&2], 39_500);
+    }
+
+    #[test]
+    fn a_squeezed_process_has_a_short_slice_and_nobody_else_changes() {
+        let mut nodes = [tenant(50, &[1]), tenant(50, &[2])];
+        nodes[1].own[0].most_us = 800;
+        let division = divide(10_000, &nodes);
+        assert_eq!((division.slices[&1], division.slices[&2]), (5000, 800));
+        nodes[1].own[0].most_us = 1;
+        assert_eq!(divide(10_000, &nodes).slices[&2], LEAST_SLICE_US);
+    }
+
+    #[test]
+    fn nobody_there_divides_nothing() {
+        assert_eq!(divide(10_000, &[tenant(1, &[])]), Division::default());
+    }
+
+    /// Up to 64 tenants with up to 4 processes each.
+    fn tenants() -> impl Strategy<Value = Vec<(u32, usize)>> {
+        prop::collection::vec((1..=10_000u32, 1..=4usize), 1..=64)
+    }
+
+    fn build(tenants: &[(u32, usize)]) -> Vec<Node> {
+        let mut next = 0;
+        tenants
+            .iter()
+            .map(|(weight, processes)| {
+                let tgids: Vec<u32> = (0..*processes)
+                    .map(|_| {
+                        next += 1;
+                        next
+                    })
+                    .collect();
+                tenant(*weight, &tgids)
+            })
+            .collect()
+    }
+
+    fn share(division: &Division, node: &Node) -> u64 {
+        node.own
+            .iter()
+            .map(|process| division.slices[&process.tgid])
+            .sum()
+    }
+
+    proptest! {
+        #[test]
+        fn slices_fill_the_round_and_nobody_starves(
+            tenants in tenants(),
+            round in 1000..100_000u64,
+        ) {
+            let nodes = build(&tenants);
+            let division = divide(round, &nodes);
+            let count = division.slices.len() as u64;
+            prop_assert_eq!(count, tenants.iter().map(|(_, n)| *n as u64).sum::<u64>());
+            prop_assert!(division.slices.values().all(|slice| *slice >= LEAST_SLICE_US));
+            let sum: u64 = division.slices.values().sum();
+            prop_assert_eq!(sum, division.round_us);
+            // Rounding alone makes it differ from what was asked for, unless it had to grow.
+            let least = count * LEAST_SLICE_US;
+            prop_assert!(sum + count >= round.max(least), "{} of {}", sum, round);
+            prop_assert!(sum <= (round * STRETCH).max(least) + count);
+        }
+
+        #[test]
+        fn slices_are_proportional_where_none_is_the_least(
+            tenants in prop::collection::vec((100..1000u32, 1..=3usize), 1..=6),
+            round in 10_000..100_000u64,
+        ) {
+            let nodes = build(&tenants);
+            let division = divide(round, &nodes);
+            prop_assume!(division.slices.values().all(|slice| *slice > LEAST_SLICE_US));
+            let weights: u64 = tenants.iter().map(|(weight, _)| u64::from(*weight)).sum();
+            for (node, (weight, processes)) in nodes.iter().zip(&tenants) {
+                let exact = division.round_us * u64::from(*weight) / weights;
+                prop_assert!(
+                    share(&division, node).abs_diff(exact) <= *processes as u64 + 1,
+                    "{} of {}", share(&division, node), exact
+                );
+            }
+        }
+
+        #[test]
+        fn more_weight_is_never_less_time(
+            tenants in tenants(),
+            round in 1000..100_000u64,
+        ) {
+            let single: Vec<(u32, usize)> = tenants.iter().map(|(weight, _)| (*weight, 1)).collect();
+            let nodes = build(&single);
+            let division = divide(round, &nodes);
+            let mut sorted: Vec<(u32, u64)> = nodes
+                .iter()
+                .map(|node| (node.weight, share(&division, node)))
+                .collect();
+            sorted.sort_unstable();
+            prop_assert!(sorted.windows(2).all(|pair| pair[0].1 <= pair[1].1));
+        }
+
+        #[test]
+        fn any_tree_is_divided(
+            weights in prop::collection::vec((1..=10_000u32, 0..3u32, 0..3usize), 1..20),
+            round in 1..50_000u64,
+        ) {
+            // Every tenant lies inside the one before it, or beside.
+            let mut roots: Vec<Node> = Vec::new();
+            for (index, (weight, contexts, depth)) in weights.iter().enumerate() {
+                let node = Node {
+                    weight: *weight,
+                    own: vec![Contender {
+                        tgid: u32::try_from(index).unwrap(),
+                        contexts: *contexts,
+                        most_us: u64::MAX,
+                    }],
+                    inside: Vec::new(),
+                };
+                let mut level = &mut roots;
+                for _ in 0..*depth {
+                    if level.is_empty() {
+                        break;
+                    }
+                    level = &mut level.last_mut().unwrap().inside;
+                }
+                level.push(node);
+            }
+            let division = divide(round, &roots);
+            let present = weights.iter().filter(|(_, contexts, _)| *contexts > 0).count();
+            prop_assert_eq!(division.slices.len(), present);
+            prop_assert!(division.slices.values().all(|slice| *slice >= LEAST_SLICE_US));
+        }
+    }
+}
