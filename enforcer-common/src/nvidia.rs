@@ -196,10 +196,6 @@ pub mod status {
     pub const NOT_SUPPORTED: u32 = 0x56;
     /// No object with that handle.
     pub const OBJECT_NOT_FOUND: u32 = 0x57;
-    /// A handle does not name an object of the kind that is needed.
-    pub const INVALID_OBJECT_HANDLE: u32 = 0x33;
-    /// A handle does not name a channel.
-    pub const INVALID_CHANNEL: u32 = 0x21;
 }
 
 /// Control commands that gpuquota issues or watches (`ctrl*.h`).

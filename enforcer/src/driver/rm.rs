@@ -85,7 +85,10 @@ pub fn control(
     call(
         file,
         name,
-        IoctlCmd { nr: nr::RM_CONTROL, size: nvos54::SIZE },
+        IoctlCmd {
+            nr: nr::RM_CONTROL,
+            size: nvos54::SIZE,
+        },
         &mut argument,
         Some(nvos54::STATUS),
     )

@@ -58,9 +58,17 @@ pub fn set_disabled(
     put(&mut params, disable_channels::COUNT, channels.len() as u32);
     for (index, channel) in channels.iter().enumerate() {
         put(&mut params, disable_channels::CLIENTS + 4 * index, client);
-        put(&mut params, disable_channels::CHANNELS + 4 * index, *channel);
+        put(
+            &mut params,
+            disable_channels::CHANNELS + 4 * index,
+            *channel,
+        );
     }
-    let name = if disabled { "DISABLE_CHANNELS" } else { "ENABLE_CHANNELS" };
+    let name = if disabled {
+        "DISABLE_CHANNELS"
+    } else {
+        "ENABLE_CHANNELS"
+    };
     control(
         file,
         name,

@@ -128,12 +128,19 @@ mod tests {
     const SECOND: u64 = 1_000_000;
 
     fn sample(tgid: u32, at_us: u64, percent: u32) -> Sample {
-        Sample { tgid, at_us, percent }
+        Sample {
+            tgid,
+            at_us,
+            percent,
+        }
     }
 
     #[test]
     fn one_sample_covers_all_the_time_that_was_asked_for() {
-        let busy = spans(SECOND, &[sample(1, 2 * SECOND, 30), sample(2, 2 * SECOND, 70)]);
+        let busy = spans(
+            SECOND,
+            &[sample(1, 2 * SECOND, 30), sample(2, 2 * SECOND, 70)],
+        );
         assert_eq!(busy[0].busy_us, 300_000);
         assert_eq!(busy[1].busy_us, 700_000);
     }
@@ -154,7 +161,13 @@ mod tests {
 
     #[test]
     fn what_was_counted_before_is_not_counted_again() {
-        assert!(spans(SECOND, &[sample(1, SECOND, 100), sample(1, SECOND - 1, 100)]).is_empty());
+        assert!(
+            spans(
+                SECOND,
+                &[sample(1, SECOND, 100), sample(1, SECOND - 1, 100)]
+            )
+            .is_empty()
+        );
     }
 
     #[test]
@@ -163,7 +176,12 @@ mod tests {
         for index in 0..100 {
             let from_us = index * 100_000;
             let busy_us = if index >= 90 { 100_000 } else { 0 };
-            meter.add(Busy { tgid: 1, from_us, to_us: from_us + 100_000, busy_us });
+            meter.add(Busy {
+                tgid: 1,
+                from_us,
+                to_us: from_us + 100_000,
+                busy_us,
+            });
         }
         let now = 10 * SECOND;
         let share = |seconds| meter.share(now, Duration::from_secs(seconds));

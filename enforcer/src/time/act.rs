@@ -16,11 +16,7 @@ use gpuquota_common::{
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 use crate::{
-    driver::{
-        nvidia,
-        rm::RmError,
-        sched,
-    },
+    driver::{nvidia, rm::RmError, sched},
     lifecycle::ProcessView,
 };
 
@@ -49,7 +45,9 @@ pub enum ActError {
         client: u32,
     },
     /// No subdevice of the client is known.
-    #[error("process {tgid}, client {client:#x}: no subdevice is known, through which channels could be disabled")]
+    #[error(
+        "process {tgid}, client {client:#x}: no subdevice is known, through which channels could be disabled"
+    )]
     NoSubdevice {
         /// Process.
         tgid: u32,
@@ -130,7 +128,9 @@ impl Reach {
         fd: u32,
         call: impl FnOnce(BorrowedFd<'_>) -> T,
     ) -> Result<Option<T>, ActError> {
-        let Ok(number) = i32::try_from(fd) else { return Ok(None) };
+        let Ok(number) = i32::try_from(fd) else {
+            return Ok(None);
+        };
         let duplicate = match pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty()) {
             Ok(duplicate) => duplicate,
             Err(rustix::io::Errno::BADF) => return Ok(None),
@@ -255,7 +255,11 @@ mod tests {
         assert!(Reach::open(own, Some(7), &View(Some(7))).is_ok());
         let error = Reach::open(own, Some(7), &View(Some(8))).expect_err("another process");
         assert!(error.is_gone());
-        assert!(Reach::open(own, None, &View(None)).expect_err("gone").is_gone());
+        assert!(
+            Reach::open(own, None, &View(None))
+                .expect_err("gone")
+                .is_gone()
+        );
     }
 
     #[test]
@@ -281,10 +285,22 @@ mod tests {
         let node = nvidia::key_of(other.path()).expect("a key");
         drop(other);
         let reach = Reach::open(std::process::id(), None, &View(Some(1))).expect("ourselves");
-        let client = Client { handle: 0xc1d0_0001, fd: 0 };
+        let client = Client {
+            handle: 0xc1d0_0001,
+            fd: 0,
+        };
         let error = reach
             .set_timeslice(node, client, 1, 1000)
             .expect_err("no such file");
-        assert!(matches!(error, ActError::NoFile { client: 0xc1d0_0001, .. }), "{error}");
+        assert!(
+            matches!(
+                error,
+                ActError::NoFile {
+                    client: 0xc1d0_0001,
+                    ..
+                }
+            ),
+            "{error}"
+        );
     }
 }

@@ -72,7 +72,11 @@ impl Ceiling {
     /// The part of a period in which the tenant may run; 1 means that it need not be frozen at all.
     pub fn part(&self) -> f64 {
         let part = self.limit / self.gain.max(LEAST_PART);
-        if part > 1.0 - LEAST_PART { 1.0 } else { part.max(LEAST_PART) }
+        if part > 1.0 - LEAST_PART {
+            1.0
+        } else {
+            part.max(LEAST_PART)
+        }
     }
 
     /// How long the tenant may run in the next period, with what is left over from the last ones.
@@ -124,17 +128,30 @@ pub fn runs(at: Duration, start: Duration, span: Duration, period: Duration) -> 
 }
 
 /// Time from `at` until a tenant is to be frozen or thawed next; `None` if it never is.
-pub fn until_edge(at: Duration, start: Duration, span: Duration, period: Duration) -> Option<Duration> {
+pub fn until_edge(
+    at: Duration,
+    start: Duration,
+    span: Duration,
+    period: Duration,
+) -> Option<Duration> {
     if span >= period || span.is_zero() {
         return None;
     }
     let passed = since(at, start, period);
-    Some(if passed < span { span - passed } else { period - passed })
+    Some(if passed < span {
+        span - passed
+    } else {
+        period - passed
+    })
 }
 
 /// Time since the last start.
 fn since(at: Duration, start: Duration, period: Duration) -> Duration {
-    if at >= start { at - start } else { at + period - start }
+    if at >= start {
+        at - start
+    } else {
+        at + period - start
+    }
 }
 
 #[cfg(test)]
@@ -182,7 +199,9 @@ mod tests {
     #[test]
     fn what_ran_too_long_is_taken_off_the_next_period() {
         let mut ceiling = Ceiling::new(0.5);
-        let close = |span: Duration, ms: u64| span.abs_diff(Duration::from_millis(ms)) < Duration::from_micros(1);
+        let close = |span: Duration, ms: u64| {
+            span.abs_diff(Duration::from_millis(ms)) < Duration::from_micros(1)
+        };
         ceiling.ran(PERIOD, Duration::from_millis(53));
         assert!(close(ceiling.span(PERIOD), 47));
         ceiling.ran(PERIOD, Duration::from_millis(46));

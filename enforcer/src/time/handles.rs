@@ -127,14 +127,24 @@ impl Registry {
             }
             let fd = self
                 .objects
-                .get(&ObjectKey { client: key.client, handle: key.client })
+                .get(&ObjectKey {
+                    client: key.client,
+                    handle: key.client,
+                })
                 .map_or(u32::MAX, |client| client.fd);
             let held = found
                 .entry((object.gpu, object.tgid, key.client))
-                .or_insert_with(|| Held { client: key.client, fd, ..Held::default() });
+                .or_insert_with(|| Held {
+                    client: key.client,
+                    fd,
+                    ..Held::default()
+                });
             match object.kind {
                 kind::SUBDEVICE => held.subdevice = held.subdevice.or(Some(key.handle)),
-                kind::CHANNEL_GROUP => held.groups.push(Group { handle: key.handle, channels: Vec::new() }),
+                kind::CHANNEL_GROUP => held.groups.push(Group {
+                    handle: key.handle,
+                    channels: Vec::new(),
+                }),
                 _ => {}
             }
         }
@@ -181,11 +191,21 @@ pub(super) mod tests {
     pub(crate) const CLIENT: u32 = 0xc1d0_006f;
 
     fn key(handle: u32) -> ObjectKey {
-        ObjectKey { client: CLIENT, handle }
+        ObjectKey {
+            client: CLIENT,
+            handle,
+        }
     }
 
     fn object(kind: u32, parent: u32, gpu: u32) -> Object {
-        Object { kind, parent, gpu, tgid: 945, fd: 9, ..Object::default() }
+        Object {
+            kind,
+            parent,
+            gpu,
+            tgid: 945,
+            fd: 9,
+            ..Object::default()
+        }
     }
 
     /// A context as the recorded one: a compute group with 8 channels and three others with 4.
@@ -213,8 +233,14 @@ pub(super) mod tests {
         registry.replace(context(0, 0x5c00_0002));
         let places = registry.places();
         let held = &places[&Place { gpu: 0, tgid: 945 }][0];
-        assert_eq!((held.client, held.fd, held.subdevice), (CLIENT, 9, Some(0x5c00_0003)));
-        assert_eq!((held.groups.len(), held.channels().count(), held.contexts()), (4, 20, 1));
+        assert_eq!(
+            (held.client, held.fd, held.subdevice),
+            (CLIENT, 9, Some(0x5c00_0003))
+        );
+        assert_eq!(
+            (held.groups.len(), held.channels().count(), held.contexts()),
+            (4, 20, 1)
+        );
     }
 
     #[test]

@@ -126,7 +126,10 @@ mod tests {
         for _ in 0..20 {
             squeeze.observe(Duration::from_secs(1), TARGET);
         }
-        assert_eq!((squeeze.step(), squeeze.slice(8000)), (FROZEN_STEP, LEAST_SLICE_US));
+        assert_eq!(
+            (squeeze.step(), squeeze.slice(8000)),
+            (FROZEN_STEP, LEAST_SLICE_US)
+        );
     }
 
     #[test]
@@ -135,7 +138,10 @@ mod tests {
         assert_eq!(wait_for_turn([], switch), Duration::ZERO);
         // Measured: 0.54 ms alone, 2.96 ms beside a slice of 2048 µs.
         let extra = wait_for_turn([2048], switch);
-        assert!(extra.abs_diff(Duration::from_micros(2420)) < Duration::from_micros(100), "{extra:?}");
+        assert!(
+            extra.abs_diff(Duration::from_micros(2420)) < Duration::from_micros(100),
+            "{extra:?}"
+        );
     }
 
     proptest! {

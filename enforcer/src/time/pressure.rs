@@ -91,15 +91,24 @@ pub fn lost(used: Use) -> Lost {
     }
     let thawed = (1.0 - used.frozen).clamp(0.0, 1.0);
     // While it was frozen it wanted as much as while it was not.
-    let wanted_when_thawed = if thawed > 0.0 { (used.own / thawed).min(1.0) } else { 1.0 };
+    let wanted_when_thawed = if thawed > 0.0 {
+        (used.own / thawed).min(1.0)
+    } else {
+        1.0
+    };
     let while_frozen = used.frozen * wanted_when_thawed;
     let entitled = used.entitled.min(1.0) * thawed;
     let contended = used.all + used.frozen * CONTENDED >= CONTENDED && used.own < used.all - 0.01;
     let saturating = used.own >= WANTS_MORE * entitled;
-    let waited = if contended && saturating { (thawed - used.own).max(0.0) } else { 0.0 };
+    let waited = if contended && saturating {
+        (thawed - used.own).max(0.0)
+    } else {
+        0.0
+    };
     let full = (while_frozen + waited).min(1.0);
     // Of several that saturate the GPU, one at a time runs: another always waits.
-    let crowded = used.processes > 1 && used.own >= CONTENDED * entitled && used.all >= CONTENDED * thawed;
+    let crowded =
+        used.processes > 1 && used.own >= CONTENDED * entitled && used.all >= CONTENDED * thawed;
     Lost {
         some: if crowded { 1.0 } else { full },
         full,
@@ -135,29 +144,65 @@ mod tests {
 
     #[test]
     fn who_saturates_half_a_gpu_waits_for_the_other_half() {
-        let half = Use { own: 0.5, all: 1.0, entitled: 0.5, frozen: 0.0, processes: 1 };
+        let half = Use {
+            own: 0.5,
+            all: 1.0,
+            entitled: 0.5,
+            frozen: 0.0,
+            processes: 1,
+        };
         let lost = lost(half);
         assert!(close(lost.full, 0.5) && close(lost.some, 0.5), "{lost:?}");
     }
 
     #[test]
     fn who_wants_little_does_not_wait_although_the_gpu_is_busy() {
-        let little = Use { own: 0.1, all: 1.0, entitled: 0.5, frozen: 0.0, processes: 1 };
+        let little = Use {
+            own: 0.1,
+            all: 1.0,
+            entitled: 0.5,
+            frozen: 0.0,
+            processes: 1,
+        };
         assert_eq!(lost(little), Lost::default());
     }
 
     #[test]
     fn a_ceiling_costs_what_it_takes() {
-        let capped = Use { own: 0.25, all: 0.25, entitled: 1.0, frozen: 0.75, processes: 1 };
+        let capped = Use {
+            own: 0.25,
+            all: 0.25,
+            entitled: 1.0,
+            frozen: 0.75,
+            processes: 1,
+        };
         assert!(close(lost(capped).full, 0.75));
-        let light = Use { own: 0.05, all: 0.05, entitled: 1.0, frozen: 0.5, processes: 1 };
+        let light = Use {
+            own: 0.05,
+            all: 0.05,
+            entitled: 1.0,
+            frozen: 0.5,
+            processes: 1,
+        };
         assert!(close(lost(light).full, 0.05));
     }
 
     #[test]
     fn of_two_saturating_processes_one_always_waits() {
-        let two = Use { own: 1.0, all: 1.0, entitled: 1.0, frozen: 0.0, processes: 2 };
-        assert_eq!(lost(two), Lost { some: 1.0, full: 0.0 });
+        let two = Use {
+            own: 1.0,
+            all: 1.0,
+            entitled: 1.0,
+            frozen: 0.0,
+            processes: 2,
+        };
+        assert_eq!(
+            lost(two),
+            Lost {
+                some: 1.0,
+                full: 0.0
+            }
+        );
     }
 
     #[test]

@@ -52,8 +52,11 @@ impl Exclusive {
             .filter(|contender| contender.exclusive && contender.active)
             .map(|contender| contender.priority)
             .max();
-        self.turns
-            .retain(|tenant, _| contenders.iter().any(|contender| contender.tenant == *tenant));
+        self.turns.retain(|tenant, _| {
+            contenders
+                .iter()
+                .any(|contender| contender.tenant == *tenant)
+        });
         let mut orders = Orders::default();
         for contender in contenders {
             if top.is_none_or(|top| contender.priority >= top) {
@@ -62,7 +65,9 @@ impl Exclusive {
             }
             let turn = self.turns.entry(contender.tenant).or_insert(Turn::Out(now));
             match *turn {
-                Turn::Out(since) if now >= since + contender.starve_max => *turn = Turn::Breath(now + breath),
+                Turn::Out(since) if now >= since + contender.starve_max => {
+                    *turn = Turn::Breath(now + breath)
+                }
                 Turn::Breath(until) if now >= until => *turn = Turn::Out(now),
                 _ => {}
             }
@@ -89,7 +94,13 @@ mod tests {
     const STARVE: Duration = Duration::from_secs(1);
 
     fn contender(tenant: u32, priority: u32, exclusive: bool, active: bool) -> Contender {
-        Contender { tenant, priority, exclusive, active, starve_max: STARVE }
+        Contender {
+            tenant,
+            priority,
+            exclusive,
+            active,
+            starve_max: STARVE,
+        }
     }
 
     fn at(ms: u64) -> Duration {
@@ -113,7 +124,12 @@ mod tests {
     #[test]
     fn a_class_that_is_not_exclusive_keeps_nobody_out() {
         let all = [contender(1, 100, false, true), contender(2, 0, false, true)];
-        assert!(Exclusive::default().decide(at(0), BREATH, &all).out.is_empty());
+        assert!(
+            Exclusive::default()
+                .decide(at(0), BREATH, &all)
+                .out
+                .is_empty()
+        );
     }
 
     #[test]

@@ -39,7 +39,8 @@ pub struct Node {
 
 impl Node {
     fn is_empty(&self) -> bool {
-        self.own.iter().all(|process| process.contexts == 0) && self.inside.iter().all(Self::is_empty)
+        self.own.iter().all(|process| process.contexts == 0)
+            && self.inside.iter().all(Self::is_empty)
     }
 }
 
@@ -109,7 +110,10 @@ fn distribute(whole: u64, nodes: Vec<&Node>, parts: &mut Vec<Part>) {
             .filter(|process| process.contexts > 0)
             .collect();
         let inside: Vec<&Node> = node.inside.iter().filter(|node| !node.is_empty()).collect();
-        let among: u64 = inside.iter().map(|node| u64::from(node.weight.max(1))).sum();
+        let among: u64 = inside
+            .iter()
+            .map(|node| u64::from(node.weight.max(1)))
+            .sum();
         let own_share = match (own.is_empty(), inside.is_empty()) {
             (true, _) => 0,
             (false, true) => share,
@@ -207,7 +211,10 @@ mod tests {
     #[test]
     fn two_processes_in_one_tenant_count_as_one_tenant() {
         let division = divide(20_000, &[tenant(100, &[1, 2]), tenant(100, &[3])]);
-        assert_eq!(division.slices[&1] + division.slices[&2], division.slices[&3]);
+        assert_eq!(
+            division.slices[&1] + division.slices[&2],
+            division.slices[&3]
+        );
     }
 
     #[test]
