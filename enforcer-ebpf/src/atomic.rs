@@ -7,7 +7,12 @@
 //! returns nothing, and then uses its operand as if it were the old value: every limit would be compared with
 //! the request alone.
 
-use core::intrinsics::{AtomicOrdering::AcqRel, atomic_xadd, atomic_xchg};
+use core::intrinsics::{
+    AtomicOrdering::{AcqRel, Acquire},
+    atomic_cxchg, atomic_xadd, atomic_xchg,
+};
+
+use gpuquota_common::launch::SharedWord;
 
 /// A word of a map value that several CPUs change at once.
 #[derive(Clone, Copy)]
@@ -38,5 +43,24 @@ impl Word {
     pub fn swap(self, value: u64) -> u64 {
         // SAFETY: as in `add`.
         unsafe { atomic_xchg::<u64, { AcqRel }>(self.0, value) }
+    }
+}
+
+impl SharedWord for Word {
+    #[inline(always)]
+    fn load(self) -> u64 {
+        // SAFETY: see `new`. An aligned word is read in one piece.
+        unsafe { core::ptr::read_volatile(self.0) }
+    }
+
+    #[inline(always)]
+    fn add(self, value: u64) -> u64 {
+        Self::add(self, value)
+    }
+
+    #[inline(always)]
+    fn replace(self, old: u64, new: u64) {
+        // SAFETY: as in `add`.
+        unsafe { atomic_cxchg::<u64, { AcqRel }, { Acquire }>(self.0, old, new) };
     }
 }
