@@ -56,7 +56,7 @@ pub mod kind {
     pub const CGROUP_RMDIR: u32 = 10;
     /// A tenant issued a scheduling control.
     pub const OWN_CONTROL: u32 = 11;
-    /// A channel group or channel was made.
+    /// A subdevice, channel group or channel was made.
     pub const CHANNEL_NEW: u32 = 12;
 }
 

@@ -202,7 +202,7 @@ fn remember(settings: &Settings, tgid: u32, flight: &InFlight, key: ObjectKey, b
     if OBJECTS.insert(key, object, 0).is_err() {
         count(counter::OBJECTS_FULL);
     }
-    if object.kind == kind::CHANNEL_GROUP || object.kind == kind::CHANNEL {
+    if matches!(object.kind, kind::SUBDEVICE | kind::CHANNEL_GROUP | kind::CHANNEL) {
         emit(&Event {
             kind: event::kind::CHANNEL_NEW,
             tenant: flight.tenant,

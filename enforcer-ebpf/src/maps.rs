@@ -12,6 +12,7 @@ use gpuquota_common::{
         MAX_TENANTS, Object, ObjectKey, Process, Refusal, Settings, TenantName, TenantRow, Usage, banked,
         counter, row,
     },
+    time::{Frozen, FrozenKey},
 };
 
 /// Entries are allocated as they are needed (`BPF_F_NO_PREALLOC`): a large bound costs nothing.
@@ -59,6 +60,9 @@ pub static IN_FLIGHT: HashMap<u32, InFlight> = HashMap::with_max_entries(16384, 
 /// Last refusal, by thread. Losing an old one only means that a second try counts as a refusal.
 #[map]
 pub static REFUSALS: LruHashMap<u32, Refusal> = LruHashMap::with_max_entries(4096, 0);
+/// What is frozen. No program reads it; it is here to live on when the daemon is gone.
+#[map]
+pub static FROZEN: HashMap<FrozenKey, Frozen> = HashMap::with_max_entries(16384, NO_PREALLOC);
 /// Events for the daemon.
 #[map]
 pub static EVENTS: RingBuf = RingBuf::with_byte_size(1 << 20, 0);

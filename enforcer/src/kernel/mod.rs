@@ -3,6 +3,7 @@
 //! [`Kernel`] is the only place that touches BPF objects. It outlives the daemon: maps and links are pinned
 //! under the BPF file system, so a restart finds the ledger as it was and nobody runs unobserved meanwhile.
 
+mod leftovers;
 mod offsets;
 mod pins;
 mod tracefs;
@@ -26,8 +27,10 @@ use gpuquota_common::{
         NAME_LEN, Process, Settings, TenantName, TenantRow, Usage, banked, cell, counter,
     },
     op,
+    time::{Frozen, FrozenKey},
 };
 
+pub use leftovers::Leftovers;
 pub use offsets::OffsetError;
 pub use pins::PinDir;
 pub use tracefs::TracefsError;
@@ -39,7 +42,7 @@ static OBJECT: &[u8] =
 /// Maps that live on across restarts.
 const PINNED_MAPS: &[&str] = &[
     "SETTINGS", "TENANTS", "NAMES", "BUDGETS", "USAGE", "CGROUPS", "DEVICES", "INSTANCES", "OBJECTS",
-    "ACCOUNTS", "PROCESSES", "IN_FLIGHT", "COUNTERS", "EVENTS",
+    "ACCOUNTS", "PROCESSES", "IN_FLIGHT", "COUNTERS", "EVENTS", "FROZEN",
 ];
 
 /// A hook that the observer needs.
@@ -141,6 +144,7 @@ pub struct Kernel {
     devices: Mutex<HashMap<MapData, DeviceKey, Device>>,
     instances: Mutex<Array<MapData, u32>>,
     processes: Mutex<HashMap<MapData, u32, Process>>,
+    frozen: Mutex<HashMap<MapData, FrozenKey, Frozen>>,
     usage: Array<MapData, Usage>,
     objects: HashMap<MapData, ObjectKey, Object>,
     accounts: HashMap<MapData, AccountKey, u64>,
@@ -196,6 +200,7 @@ impl Kernel {
             devices,
             instances,
             processes,
+            frozen,
             usage,
             objects,
             accounts,
@@ -214,6 +219,7 @@ impl Kernel {
             devices: Mutex::new(devices),
             instances: Mutex::new(instances),
             processes: Mutex::new(processes),
+            frozen: Mutex::new(frozen),
             usage,
             objects,
             accounts,
@@ -383,6 +389,26 @@ impl Kernel {
         }
     }
 
+    /// What is frozen, by this daemon or one before it.
+    pub fn frozen(&self) -> Vec<(FrozenKey, Frozen)> {
+        lock(&self.frozen).iter().filter_map(Result::ok).collect()
+    }
+
+    /// Writes down that something is about to be frozen.
+    pub fn set_frozen(&self, key: FrozenKey, frozen: Frozen) -> Result<(), KernelError> {
+        lock(&self.frozen)
+            .insert(key, frozen, 0)
+            .map_err(map_error("FROZEN"))
+    }
+
+    /// Writes down that something is thawed.
+    pub fn clear_frozen(&self, key: FrozenKey) -> Result<(), KernelError> {
+        match lock(&self.frozen).remove(&key) {
+            Ok(()) | Err(MapError::KeyNotFound) => Ok(()),
+            Err(source) => Err(map_error("FROZEN")(source)),
+        }
+    }
+
     /// Calls between entry and exit, by thread.
     pub fn in_flight(&self) -> impl Iterator<Item = (u32, InFlight)> + '_ {
         self.in_flight.iter().filter_map(Result::ok)
@@ -516,6 +542,7 @@ struct Maps {
     devices: HashMap<MapData, DeviceKey, Device>,
     instances: Array<MapData, u32>,
     processes: HashMap<MapData, u32, Process>,
+    frozen: HashMap<MapData, FrozenKey, Frozen>,
     usage: Array<MapData, Usage>,
     objects: HashMap<MapData, ObjectKey, Object>,
     accounts: HashMap<MapData, AccountKey, u64>,
@@ -535,6 +562,7 @@ impl Maps {
             devices: take(ebpf, "DEVICES")?,
             instances: take(ebpf, "INSTANCES")?,
             processes: take(ebpf, "PROCESSES")?,
+            frozen: take(ebpf, "FROZEN")?,
             usage: take(ebpf, "USAGE")?,
             objects: take(ebpf, "OBJECTS")?,
             accounts: take(ebpf, "ACCOUNTS")?,

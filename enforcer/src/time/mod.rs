@@ -10,4 +10,5 @@ pub mod handles;
 pub mod latency;
 pub mod pressure;
 pub mod priority;
+pub mod release;
 pub mod slices;
