@@ -28,6 +28,10 @@ const RECORDED_CONTEXT_END: u32 = 0x5c00_0096;
 /// The channel group of compute kernels, as recorded, and its time slice in microseconds.
 const RECORDED_COMPUTE_GROUP: u32 = 0x5c00_0015;
 const COMPUTE_SLICE_US: u64 = 2048;
+/// `NV_CHANNEL_GROUP_ALLOCATION_PARAMETERS`: engine, and two of them.
+const GROUP_ENGINE: usize = 12;
+const ENGINE_GRAPHICS: u32 = 1;
+const ENGINE_COPY0: u32 = 9;
 const MIB2: u64 = 2 << 20;
 /// GPU addresses begin here: above all that user space maps, so that no pointer is taken for the host's.
 const FIRST_ADDRESS: u64 = 0x0002_0000_0000_0000;
@@ -662,6 +666,14 @@ fn replay(rm: &Rm, calls: &[Call], made: &mut Made, with: Replay<'_>) -> Result<
                     if class == class::NV01_DEVICE_0 {
                         params = vec![0; 56];
                         put_u32(&mut params, 0, card.minor);
+                    } else if class == class::KEPLER_CHANNEL_GROUP_A {
+                        params = vec![0; 20];
+                        let engine = if new == bases.map(RECORDED_COMPUTE_GROUP) {
+                            ENGINE_GRAPHICS
+                        } else {
+                            ENGINE_COPY0
+                        };
+                        put_u32(&mut params, GROUP_ENGINE, engine);
                     }
                     rm.alloc(to, class, parent, new, &mut params)?;
                     if class::is_channel(class) {

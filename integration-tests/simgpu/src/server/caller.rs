@@ -19,8 +19,6 @@ const CAP_SYS_NICE: u32 = 23;
 pub struct Process {
     tid: u32,
     pid: OnceCell<u32>,
-    /// Files of the model that this process itself opened.
-    opened: Vec<Node>,
 }
 
 impl Process {
@@ -29,13 +27,7 @@ impl Process {
         Self {
             tid,
             pid: OnceCell::new(),
-            opened: Vec::new(),
         }
-    }
-
-    /// Tells which nodes the process opened itself, which saves a look into `/proc`.
-    pub fn set_opened(&mut self, opened: Vec<Node>) {
-        self.opened = opened;
     }
 
     /// Third argument of the system call in which the thread is.
@@ -124,10 +116,7 @@ impl Caller for Process {
     }
 
     fn has_open(&self, node: Node) -> bool {
-        if self.opened.contains(&node) {
-            return true;
-        }
-        // An inherited or received descriptor. fdinfo tells the inode without asking the file system,
+        // fdinfo tells the inode without asking the file system,
         // which is us.
         let wanted = super::inode_of(node).to_string();
         let Ok(entries) = fs::read_dir(format!("/proc/{}/fdinfo", self.tid)) else {

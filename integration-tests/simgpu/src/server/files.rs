@@ -166,6 +166,7 @@ impl Files {
                 }
                 match result {
                     Ok(()) => reply.ioctl(0, &[]),
+                    // The kernel makes ENOTTY of ENOSYS: the one answer that cannot be the driver's.
                     Err(errno) => reply.error(Errno::from_i32(errno)),
                 }
             });
@@ -316,7 +317,7 @@ fn escape(
     cmd: u32,
     input: Vec<u8>,
 ) -> Result<Vec<u8>, i32> {
-    let mut process = Process::new(tid);
+    let process = Process::new(tid);
     let parsed = IoctlCmd::from_raw(cmd);
     let usual = cmd & DIR_BOTH == DIR_BOTH;
     let argument = if usual {
@@ -333,16 +334,7 @@ fn escape(
         .trace
         .as_ref()
         .map(|_| trace::describe(node, parsed, &arg, &process));
-    let result = core.with(|shared| {
-        let pid = process.pid();
-        let gpus = u32::try_from(shared.sim.config().gpus.len()).unwrap_or_default();
-        let opened = (0..gpus)
-            .map(Node::Gpu)
-            .filter(|gpu| shared.sim.opened_by(*gpu, pid))
-            .collect();
-        process.set_opened(opened);
-        shared.sim.escape(file, parsed, &mut arg, &process)
-    });
+    let result = core.with(|shared| shared.sim.escape(file, parsed, &mut arg, &process));
     if let (Some(trace), Some(line)) = (&core.trace, &mut line) {
         line.push_str(&trace::outcome(parsed, &arg, result));
         trace.line(line);

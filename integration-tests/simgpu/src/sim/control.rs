@@ -1,4 +1,4 @@
-//! `RM_CONTROL`: the commands that matter. Others on a valid object are accepted and change nothing.
+//! `RM_CONTROL`: the commands that matter. The others that libcuda gives are accepted and change nothing.
 
 use gpuquota_common::nvidia::{
     ctrl, disable_channels, fb_info, gid_info, handle_info, nvos54, status, surface_info,
@@ -10,6 +10,67 @@ use crate::bytes::{put, put_u32, put_u64, u32_at, u64_at};
 
 /// Flag: the parameters are serialised.
 const FLAGS_FINN: u32 = 1 << 2;
+/// Commands that libcuda gives in the recordings and that have no meaning here.
+const ACCEPTED: [u32; 58] = [
+    0x101,
+    0x13a,
+    0x1f0,
+    0x215,
+    0x27b,
+    0x288,
+    0xa04,
+    0xd01,
+    0xd04,
+    0x80_0280,
+    0x80_0289,
+    0x80_0292,
+    0x80_1307,
+    0x80_1402,
+    0x80_170d,
+    0x80_1909,
+    0x2080_0102,
+    0x2080_0111,
+    0x2080_0119,
+    0x2080_012f,
+    0x2080_0131,
+    0x2080_0145,
+    0x2080_0170,
+    0x2080_0195,
+    0x2080_01a3,
+    0x2080_1201,
+    0x2080_1210,
+    0x2080_1218,
+    0x2080_121b,
+    0x2080_1227,
+    0x2080_122a,
+    0x2080_122b,
+    0x2080_1230,
+    0x2080_1701,
+    0x2080_1801,
+    0x2080_1803,
+    0x2080_1823,
+    0x2080_182a,
+    0x2080_182b,
+    0x2080_200a,
+    0x2080_220c,
+    0x2080_2210,
+    0x2080_2a0a,
+    0x2080_3002,
+    0x2080_3601,
+    0x2080_3801,
+    0x2080_8159,
+    0x2080_8162,
+    0x2080_9038,
+    0x2081_0108,
+    0x503c_0102,
+    0x503c_0104,
+    0x503c_0105,
+    0x83de_0309,
+    0x906f_0101,
+    0x90e6_0102,
+    0xc36f_0108,
+    0xcb33_0101,
+];
 /// An entry of an id list that names no GPU.
 const NO_GPU: u32 = 0xffff_ffff;
 const IDS: usize = 32;
@@ -18,6 +79,7 @@ const GPU_GET_ID_INFO: u32 = 0x202;
 /// Size of `NVA06C_CTRL_GPFIFO_SCHEDULE_PARAMS` from 575.51.02 on.
 const SCHEDULE_SIZE: usize = 3;
 const PREEMPT_SIZE: usize = 8;
+const FB_INFO_SIZE: usize = fb_info::LIST + 8 * fb_info::MAX_PAIRS;
 /// `NV2080_CTRL_GPU_GET_NAME_STRING_PARAMS`.
 const NAME_SIZE: usize = 68;
 const PREEMPT_MAX_US: u32 = 1_000_000;
@@ -64,33 +126,23 @@ impl Sim {
                 let (_, bytes) = self.memory.block(block).unwrap_or_default();
                 surface_info(bytes, &params)
             }
-            (ctrl::MEMORY_GET_SURFACE_INFO, Some(Kind::HostMemory { bytes })) => {
-                surface_info(bytes, &params)
-            }
+            (
+                ctrl::MEMORY_GET_SURFACE_INFO,
+                Some(Kind::HostMemory { bytes } | Kind::Window { bytes }),
+            ) => surface_info(bytes, &params),
             (ctrl::FB_GET_INFO_V2, Some(Kind::Subdevice { gpu })) => self.fb_info(gpu, &params),
             (ctrl::GPU_GET_GID_INFO, Some(Kind::Subdevice { gpu })) => self.gid_info(gpu, &params),
             (ctrl::GPU_GET_NAME_STRING, Some(Kind::Subdevice { gpu })) => {
                 self.name_string(gpu, &params)
             }
             (ctrl::FIFO_DISABLE_CHANNELS, Some(Kind::Subdevice { .. })) => {
-                self.disable_channels(file, &params)
+                self.disable_channels(&params)
             }
             (cmd, Some(Kind::Group { gpu, .. })) => {
                 self.group_control(gpu, (client_handle, object), cmd, &params)
             }
-            (
-                ctrl::MEMORY_GET_SURFACE_INFO
-                | ctrl::FB_GET_INFO_V2
-                | ctrl::FIFO_DISABLE_CHANNELS
-                | ctrl::TSG_SET_TIMESLICE
-                | ctrl::TSG_GET_TIMESLICE
-                | ctrl::TSG_PREEMPT
-                | ctrl::TSG_GPFIFO_SCHEDULE
-                | ctrl::TSG_SET_INTERLEAVE_LEVEL
-                | ctrl::TSG_GET_INTERLEAVE_LEVEL,
-                _,
-            ) => Err(status::NOT_SUPPORTED),
-            _ => Ok(()),
+            (cmd, _) if ACCEPTED.contains(&cmd) => Ok(()),
+            _ => Err(status::NOT_SUPPORTED),
         }
     }
 
@@ -104,10 +156,8 @@ impl Sim {
         let scheduler = &mut self.schedulers[gpu];
         match cmd {
             ctrl::TSG_SET_TIMESLICE => {
+                // Any number is accepted, also 0.
                 let slice = u64::from_ne_bytes(params.read::<8>()?);
-                if slice == 0 {
-                    return Err(status::INVALID_ARGUMENT);
-                }
                 scheduler.set_slice_us(group, slice);
                 Ok(())
             }
@@ -124,18 +174,15 @@ impl Sim {
                 scheduler.preempt(group);
                 Ok(())
             }
-            // libcuda starts its groups with it; a controller that wanted to stop one was refused.
-            ctrl::TSG_GPFIFO_SCHEDULE => match params.read::<SCHEDULE_SIZE>()? {
-                [1, ..] => Ok(()),
-                _ => Err(status::INVALID_ARGUMENT),
-            },
+            // With parameters of the right length it is accepted; stopping a group with it had no effect.
+            ctrl::TSG_GPFIFO_SCHEDULE => params.expect(SCHEDULE_SIZE),
             ctrl::TSG_SET_INTERLEAVE_LEVEL => {
                 let level = u32::from_ne_bytes(params.read::<4>()?);
                 if !params.caller.may_nice() {
                     return Err(status::INSUFFICIENT_PERMISSIONS);
                 }
                 if level > 2 {
-                    return Err(status::INVALID_ARGUMENT);
+                    return Err(status::NOT_SUPPORTED);
                 }
                 // Accepted, and no effect was seen on the recorded card.
                 if let Some(object) = self
@@ -163,7 +210,7 @@ impl Sim {
                 };
                 params.write(&level.to_ne_bytes())
             }
-            _ => Ok(()),
+            _ => Err(status::NOT_SUPPORTED),
         }
     }
 
@@ -226,9 +273,9 @@ impl Sim {
     }
 
     fn fb_info(&self, gpu: usize, params: &Params<'_>) -> Result<(), RmStatus> {
-        let mut list = params.read_up_to(fb_info::LIST + 8 * 64)?;
+        let mut list = params.read::<FB_INFO_SIZE>()?;
         let count = u32_at(&list, fb_info::COUNT) as usize;
-        if fb_info::LIST + 8 * count > list.len() {
+        if count > fb_info::MAX_PAIRS {
             return Err(status::INVALID_ARGUMENT);
         }
         let card = self.memory.card(gpu);
@@ -275,21 +322,24 @@ impl Sim {
         params.write(&buf)
     }
 
-    fn disable_channels(&mut self, file: u64, params: &Params<'_>) -> Result<(), RmStatus> {
+    fn disable_channels(&mut self, params: &Params<'_>) -> Result<(), RmStatus> {
         let buf = params.read::<{ disable_channels::SIZE }>()?;
         let disable = buf[disable_channels::DISABLE] != 0;
         let count = u32_at(&buf, disable_channels::COUNT) as usize;
-        if count > disable_channels::MAX || u64_at(&buf, disable_channels::EVENT) != 0 {
-            return Err(status::INVALID_ARGUMENT);
+        if u64_at(&buf, disable_channels::EVENT) != 0 {
+            return Err(status::INSUFFICIENT_PERMISSIONS);
+        }
+        if count == 0 || count > disable_channels::MAX {
+            return Err(status::INVALID_PARAM_STRUCT);
         }
         let mut found = Vec::with_capacity(count);
         for index in 0..count {
+            // Measured: the clients in the list are not held against the caller's file.
             let client = u32_at(&buf, disable_channels::CLIENTS + 4 * index);
             let channel = u32_at(&buf, disable_channels::CHANNELS + 4 * index);
-            self.client(file, client)?;
             let (gpu, group) = self
                 .channel(client, channel)
-                .ok_or(status::OBJECT_NOT_FOUND)?;
+                .ok_or(status::INVALID_CHANNEL)?;
             found.push((gpu, group, channel));
         }
         for (gpu, group, channel) in found {

@@ -16,6 +16,17 @@ const XFER_MAX: usize = 16384;
 /// `NV_OS_DESC_MEMORY`: limit.
 const OS_DESC_LIMIT: usize = 24;
 const OS_DESC_SIZE: usize = 40;
+/// `NV_CHANNEL_GROUP_ALLOCATION_PARAMETERS`: size and engine, of which 0 is none.
+const GROUP_PARAMS_SIZE: usize = 20;
+const GROUP_PARAMS_ENGINE: usize = 12;
+/// What a real driver answered to the flag for serialised parameters with plain ones.
+const NOT_SERIALISED: RmStatus = 0x6a;
+/// What a real driver answered to the legacy call for a register aperture.
+const NO_APERTURE: RmStatus = 0x29;
+/// A register aperture, known to the legacy call.
+const NV01_MEMORY_LOCAL_PRIVILEGED: u32 = 0x3f;
+/// Size that a legacy address range has whatever was asked.
+const VIRTUAL_SIZE: u64 = 1 << 40;
 /// `NV0080_ALLOC_PARAMETERS`: device instance.
 const DEVICE_ALLOC_ID: usize = 0;
 
@@ -138,8 +149,8 @@ impl Sim {
     fn rm_alloc(&mut self, file: u64, arg: &mut [u8], caller: &dyn Caller) {
         let long = arg.len() == usize::from(nvos64::SIZE);
         let result = if long && u32_at(arg, nvos64::FLAGS) & nv::NVOS64_FLAGS_FINN != 0 {
-            // Serialised parameters have a header that no plain structure has.
-            Err(status::INVALID_ARGUMENT)
+            // Plain parameters have no header of serialised ones.
+            Err(NOT_SERIALISED)
         } else {
             self.alloc(
                 file,
@@ -171,7 +182,7 @@ impl Sim {
         caller: &dyn Caller,
     ) -> Result<u32, RmStatus> {
         if class::is_client(request.class) {
-            return self.alloc_client(file, request.new, caller);
+            return Ok(self.alloc_client(file, caller));
         }
         let &Request {
             client: client_handle,
@@ -180,7 +191,7 @@ impl Sim {
             class,
             params,
         } = request;
-        let client = self.client(file, client_handle)?;
+        let client = self.owner(file, client_handle)?;
         let parent_kind = client.get(parent).map(|object| object.kind.clone());
         if parent_kind.is_none() && parent != client_handle {
             return Err(status::OBJECT_NOT_FOUND);
@@ -188,7 +199,7 @@ impl Sim {
         let kind = match class {
             class::NV01_DEVICE_0 => {
                 if parent != client_handle {
-                    return Err(status::INVALID_ARGUMENT);
+                    return Err(status::INVALID_OBJECT_PARENT);
                 }
                 let instance = if params == 0 {
                     0
@@ -198,9 +209,10 @@ impl Sim {
                     u32::from_ne_bytes(id)
                 };
                 if instance as usize >= self.config.gpus.len() {
-                    return Err(status::INVALID_ARGUMENT);
+                    return Err(status::INVALID_CLASS);
                 }
-                if !caller.has_open(Node::Gpu(instance)) {
+                let node = Node::Gpu(instance);
+                if !self.opened_by(node, caller.pid()) && !caller.has_open(node) {
                     return Err(status::INSUFFICIENT_PERMISSIONS);
                 }
                 Kind::Device {
@@ -208,8 +220,16 @@ impl Sim {
                 }
             }
             class::NV20_SUBDEVICE_0 => match parent_kind {
-                Some(Kind::Device { gpu }) => Kind::Subdevice { gpu },
-                _ => return Err(status::INVALID_ARGUMENT),
+                Some(Kind::Device { gpu }) => {
+                    let taken = client.objects().any(|(_, object)| {
+                        object.parent == parent && matches!(object.kind, Kind::Subdevice { .. })
+                    });
+                    if taken {
+                        return Err(status::INSUFFICIENT_RESOURCES);
+                    }
+                    Kind::Subdevice { gpu }
+                }
+                _ => return Err(status::INVALID_OBJECT_PARENT),
             },
             class::NV01_MEMORY_LOCAL_USER => {
                 return self.alloc_video_memory(file, request, caller);
@@ -234,10 +254,17 @@ impl Sim {
                     bytes: u64_at(&buf, OS_DESC_LIMIT).saturating_add(1),
                 }
             }
-            class::KEPLER_CHANNEL_GROUP_A => match parent_kind {
-                Some(Kind::Device { gpu }) => Kind::Group { gpu, interleave: 0 },
-                _ => return Err(status::INVALID_ARGUMENT),
-            },
+            class::KEPLER_CHANNEL_GROUP_A => {
+                let Some(Kind::Device { gpu }) = parent_kind else {
+                    return Err(status::INVALID_OBJECT_PARENT);
+                };
+                let mut buf = [0; GROUP_PARAMS_SIZE];
+                read_params(caller, params, &mut buf)?;
+                if u32_at(&buf, GROUP_PARAMS_ENGINE) == 0 {
+                    return Err(status::INVALID_ARGUMENT);
+                }
+                Kind::Group { gpu, interleave: 0 }
+            }
             class if class::is_channel(class) => match parent_kind {
                 Some(Kind::Group { gpu, .. }) => Kind::Channel { gpu, group: parent },
                 Some(Kind::Device { gpu }) => {
@@ -250,7 +277,7 @@ impl Sim {
                     let kind = Kind::Channel { gpu, group: handle };
                     return self.insert(client_handle, parent, handle, class, kind);
                 }
-                _ => return Err(status::INVALID_ARGUMENT),
+                _ => return Err(status::INVALID_OBJECT_PARENT),
             },
             _ => Kind::Plain,
         };
@@ -295,7 +322,7 @@ impl Sim {
     fn rm_free(&mut self, file: u64, arg: &mut [u8]) {
         let root = u32_at(arg, nvos00::ROOT);
         let object = u32_at(arg, nvos00::OBJECT);
-        let result = self.client(file, root).map(|_| ());
+        let result = self.owner(file, root).map(|_| ());
         if result.is_ok() {
             if object == root {
                 self.free_client(root);
@@ -308,44 +335,46 @@ impl Sim {
 
     /// The legacy `RM_ALLOC_MEMORY`: the class and the size − 1 in one structure.
     fn rm_alloc_memory(&mut self, file: u64, arg: &mut [u8]) {
-        let client = u32_at(arg, nvos02::ROOT);
-        let parent = u32_at(arg, nvos02::PARENT);
-        let new = u32_at(arg, nvos02::NEW);
-        let class = u32_at(arg, nvos02::CLASS);
-        let bytes = u64_at(arg, nvos02::LIMIT).wrapping_add(1);
-        let result = match class {
-            class::NV01_MEMORY_LOCAL_USER => self
-                .alloc_memory(
-                    file,
-                    &MemoryRequest {
-                        client,
-                        parent,
-                        new,
-                        class,
-                        size: bytes,
-                        attr: 0,
-                    },
-                )
-                .map(|(handle, granted)| {
-                    put_u64(arg, nvos02::LIMIT, granted - 1);
-                    handle
-                }),
-            class::NV01_MEMORY_SYSTEM
-            | class::NV01_MEMORY_SYSTEM_OS_DESCRIPTOR
-            | class::NV01_MEMORY_VIRTUAL => self.client(file, client).map(|_| ()).and_then(|()| {
-                let kind = if class == class::NV01_MEMORY_VIRTUAL {
-                    Kind::Plain
-                } else {
-                    Kind::HostMemory { bytes }
-                };
-                self.insert(client, parent, new, class, kind)
-            }),
-            _ => Err(status::INVALID_CLASS),
-        };
+        let result = self.legacy_memory(file, arg);
         if let Ok(handle) = result {
             put_u32(arg, nvos02::NEW, handle);
         }
         put_u32(arg, nvos02::STATUS, result.err().unwrap_or(status::OK));
+    }
+
+    fn legacy_memory(&mut self, file: u64, arg: &mut [u8]) -> Result<u32, RmStatus> {
+        let client_handle = u32_at(arg, nvos02::ROOT);
+        let parent = u32_at(arg, nvos02::PARENT);
+        let new = u32_at(arg, nvos02::NEW);
+        let class = u32_at(arg, nvos02::CLASS);
+        let bytes = u64_at(arg, nvos02::LIMIT).wrapping_add(1);
+        let client = self.owner(file, client_handle)?;
+        match class {
+            // Measured: not memory of that size but a window on all memory of the card, as another class.
+            class::NV01_MEMORY_LOCAL_USER => {
+                let gpu = client.gpu_of(parent).ok_or(status::OBJECT_NOT_FOUND)?;
+                let all = self.memory.card(gpu).capacity;
+                put_u64(arg, nvos02::LIMIT, all - 1);
+                let class = class::NV01_MEMORY_LOCAL_PHYSICAL;
+                self.insert(
+                    client_handle,
+                    parent,
+                    new,
+                    class,
+                    Kind::Window { bytes: all },
+                )
+            }
+            class::NV01_MEMORY_SYSTEM | class::NV01_MEMORY_SYSTEM_OS_DESCRIPTOR => {
+                let kind = Kind::HostMemory { bytes };
+                self.insert(client_handle, parent, new, class, kind)
+            }
+            class::NV01_MEMORY_VIRTUAL => {
+                put_u64(arg, nvos02::LIMIT, VIRTUAL_SIZE - 1);
+                self.insert(client_handle, parent, new, class, Kind::Plain)
+            }
+            NV01_MEMORY_LOCAL_PRIVILEGED => Err(NO_APERTURE),
+            _ => Err(status::INVALID_CLASS),
+        }
     }
 
     fn rm_dup(&mut self, file: u64, arg: &mut [u8], caller: &dyn Caller) {
@@ -366,7 +395,7 @@ impl Sim {
         let giver = self
             .clients
             .get(&source_client)
-            .ok_or(status::INVALID_CLIENT)?;
+            .ok_or(status::INVALID_OBJECT_HANDLE)?;
         let object = giver.get(source).ok_or(status::OBJECT_NOT_FOUND)?.clone();
         if giver.pid != caller.pid() && !object.shared {
             return Err(status::INSUFFICIENT_PERMISSIONS);
@@ -378,11 +407,11 @@ impl Sim {
                 self.memory.refer(block);
                 Ok(handle)
             }
-            Kind::HostMemory { .. }
-            | Kind::Plain
-            | Kind::Device { .. }
-            | Kind::Subdevice { .. } => self.insert(client, parent, new, object.class, object.kind),
-            Kind::Group { .. } | Kind::Channel { .. } => Err(status::NOT_SUPPORTED),
+            // A second name of a group or channel, by which nothing is scheduled.
+            Kind::Group { .. } | Kind::Channel { .. } => {
+                self.insert(client, parent, new, object.class, Kind::Plain)
+            }
+            kind => self.insert(client, parent, new, object.class, kind),
         }
     }
 

@@ -11,8 +11,11 @@ const TOTAL: usize = 24;
 const FREE: usize = 32;
 const INFO_SIZE: usize = 56;
 const FREE_FLAGS: usize = 48;
+const OWNER: usize = 40;
 /// The caller names the handle instead of asking for one.
 const FLAGS_MEMORY_HANDLE_PROVIDED: u32 = 0x4000;
+/// The same when it frees.
+const FREE_FLAGS_MEMORY_HANDLE_PROVIDED: u32 = 1;
 
 /// Where an allocating function has its fields.
 struct Fields {
@@ -58,25 +61,25 @@ impl Sim {
         let parent = u32_at(arg, nvos32::PARENT);
         let function = u32_at(arg, nvos32::FUNCTION);
         let client = self.client(file, root)?;
-        if let Some(gpu) = client.gpu_of(parent) {
-            let card = self.memory.card(gpu);
-            put_u64(arg, TOTAL, card.capacity);
-            put_u64(arg, FREE, card.capacity.saturating_sub(card.used));
-        }
         match function {
             nvos32::FN_FREE => {
-                if u32_at(arg, FREE_FLAGS) & FLAGS_MEMORY_HANDLE_PROVIDED == 0 {
+                if u32_at(arg, FREE_FLAGS) & FREE_FLAGS_MEMORY_HANDLE_PROVIDED == 0 {
                     return Err(status::INVALID_ARGUMENT);
                 }
                 self.free_object(root, u32_at(arg, nvos32::MEMORY));
                 Ok(())
             }
             FN_INFO => {
-                put_u64(arg, INFO_SIZE, u64_at(arg, FREE));
+                let gpu = client.gpu_of(parent).ok_or(status::OBJECT_NOT_FOUND)?;
+                let card = self.memory.card(gpu);
+                let free = card.capacity.saturating_sub(card.used);
+                put_u64(arg, TOTAL, card.capacity);
+                put_u64(arg, FREE, free);
+                put_u64(arg, INFO_SIZE, free);
                 Ok(())
             }
             _ => {
-                let fields = fields(function).ok_or(status::NOT_SUPPORTED)?;
+                let fields = fields(function).ok_or(status::INVALID_ARGUMENT)?;
                 self.vid_heap_alloc(file, arg, function, &fields)
             }
         }
@@ -91,6 +94,9 @@ impl Sim {
     ) -> Result<(), RmStatus> {
         let root = u32_at(arg, nvos32::ROOT);
         let parent = u32_at(arg, nvos32::PARENT);
+        if u32_at(arg, OWNER) == 0 {
+            return Err(status::INVALID_OWNER);
+        }
         let flags = u32_at(arg, nvos32::FLAGS);
         let attr = u32_at(arg, fields.attr);
         let wanted = if flags & FLAGS_MEMORY_HANDLE_PROVIDED == 0 {

@@ -70,7 +70,7 @@ pub trait Caller {
     fn read(&self, address: u64, buf: &mut [u8]) -> Result<(), Fault>;
     /// Writes its memory.
     fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Fault>;
-    /// Whether it has the given file open.
+    /// Whether it has the given file open, by whatever way it came to it.
     fn has_open(&self, node: Node) -> bool;
     /// Whether it may raise priorities (`CAP_SYS_NICE`).
     fn may_nice(&self) -> bool;
@@ -272,7 +272,7 @@ impl Sim {
     }
 
     /// Whether a process opened the node itself and the file is still open.
-    pub fn opened_by(&self, node: Node, pid: u32) -> bool {
+    fn opened_by(&self, node: Node, pid: u32) -> bool {
         self.files
             .values()
             .any(|file| file.node == node && file.pid == pid && !file.closed)
@@ -407,29 +407,14 @@ impl Sim {
             .ok_or(status::INVALID_CLIENT)
     }
 
-    fn alloc_client(
-        &mut self,
-        file: u64,
-        wanted: u32,
-        caller: &dyn Caller,
-    ) -> Result<u32, RmStatus> {
-        let handle = if wanted == 0 {
-            while self.clients.contains_key(&self.next_client) {
-                self.next_client += 1;
-            }
-            self.next_client
-        } else if self.clients.contains_key(&wanted) {
-            return Err(status::INSERT_DUPLICATE_NAME);
-        } else {
-            wanted
-        };
-        if handle == self.next_client {
-            self.next_client += 1;
-        }
+    /// Makes a client under the next handle; the one that the caller may wish for is ignored.
+    fn alloc_client(&mut self, file: u64, caller: &dyn Caller) -> u32 {
+        let handle = self.next_client;
+        self.next_client += 1;
         let identity = self.identity(file);
         self.clients
             .insert(handle, Client::new(identity, caller.pid()));
-        Ok(handle)
+        handle
     }
 
     /// Puts an object into a client's tree and does what its kind needs.
@@ -448,10 +433,9 @@ impl Sim {
         if parent != client_handle && client.get(parent).is_none() {
             return Err(status::OBJECT_NOT_FOUND);
         }
+        check_new(client, client_handle, handle)?;
         let handle = if handle == 0 {
             client.generate()
-        } else if handle == client_handle || client.get(handle).is_some() {
-            return Err(status::INSERT_DUPLICATE_NAME);
         } else {
             handle
         };
@@ -577,6 +561,16 @@ impl Sim {
         Err(status)
     }
 
+    /// As [`Self::client`], for calls that make and free objects: they name a client that does not exist
+    /// otherwise.
+    fn owner(&mut self, file: u64, handle: u32) -> Result<&mut Client, RmStatus> {
+        if self.clients.contains_key(&handle) {
+            self.client(file, handle)
+        } else {
+            Err(status::INVALID_OBJECT_HANDLE)
+        }
+    }
+
     /// Takes memory on the card of `parent` and makes it an object; returns its handle and size.
     fn alloc_memory(&mut self, file: u64, request: &MemoryRequest) -> Result<(u32, u64), RmStatus> {
         let &MemoryRequest {
@@ -587,17 +581,15 @@ impl Sim {
             size,
             attr,
         } = request;
-        let client = self.client(file, client_handle)?;
+        let client = self.owner(file, client_handle)?;
         let pid = client.pid;
         let gpu = match client.get(parent).map(|object| &object.kind) {
             Some(Kind::Device { gpu } | Kind::Subdevice { gpu }) => *gpu,
-            Some(_) => return Err(status::INVALID_ARGUMENT),
-            None if parent == client_handle => return Err(status::INVALID_ARGUMENT),
+            Some(_) => return Err(status::INVALID_OBJECT_PARENT),
+            None if parent == client_handle => return Err(status::INVALID_OBJECT_PARENT),
             None => return Err(status::OBJECT_NOT_FOUND),
         };
-        if handle != 0 && (handle == client_handle || client.get(handle).is_some()) {
-            return Err(status::INSERT_DUPLICATE_NAME);
-        }
+        check_new(client, client_handle, handle)?;
         if size == 0 {
             return Err(status::INVALID_ARGUMENT);
         }
@@ -732,6 +724,17 @@ impl Sim {
             }
         }
         result
+    }
+}
+
+/// Whether a new object may get a handle; 0 asks for any.
+fn check_new(client: &Client, client_handle: u32, handle: u32) -> Result<(), RmStatus> {
+    if handle == client_handle {
+        Err(status::INVALID_OBJECT_PARENT)
+    } else if handle != 0 && client.get(handle).is_some() {
+        Err(status::INSERT_DUPLICATE_NAME)
+    } else {
+        Ok(())
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::vidmem::BlockId;
 
 /// Handles that the driver chooses for objects begin here.
-const GENERATED_BASE: u32 = 0xcaf0_0001;
+const GENERATED_BASE: u32 = 0xcaf0_0000;
 
 /// What an object is, as far as the model tells kinds apart.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,6 +27,11 @@ pub enum Kind {
     },
     /// Memory of the host.
     HostMemory {
+        /// Size.
+        bytes: u64,
+    },
+    /// A window on all memory of a card, which takes none.
+    Window {
         /// Size.
         bytes: u64,
     },

@@ -154,6 +154,13 @@ impl Rig {
         self.process.place(0x1000, &params)
     }
 
+    /// Parameters of a channel group on the compute engine.
+    fn group_params(&self) -> u64 {
+        let mut params = [0; 20];
+        put_u32(&mut params, 12, 1);
+        self.process.place(0x1800, &params)
+    }
+
     fn memory(&mut self, handle: u32, size: u64) -> u32 {
         let params = self.params(size);
         self.alloc(DEVICE, handle, VIDEO, params).0
@@ -294,7 +301,7 @@ fn serialised_parameters_are_refused() {
     put_u64(&mut arg, nvos64::PARAMS, params);
     put_u32(&mut arg, nvos64::FLAGS, 1);
     rig.call(CTL, nr::RM_ALLOC, &mut arg).unwrap();
-    assert_eq!(u32_at(&arg, nvos64::STATUS), status::INVALID_ARGUMENT);
+    assert_eq!(u32_at(&arg, nvos64::STATUS), 0x6a);
     assert_eq!(rig.used(), 0);
 }
 
@@ -303,14 +310,15 @@ fn a_device_needs_its_file() {
     let mut rig = Rig::new();
     rig.process.open.clear();
     let client = rig.client;
-    assert_eq!(
-        rig.alloc(client, 0x20, class::NV01_DEVICE_0, 0).0,
-        status::INSUFFICIENT_PERMISSIONS
-    );
-    rig.process.open = vec![Node::Gpu(1)];
     let mut device = [0; 56];
     put_u32(&mut device, 0, 1);
     let params = rig.process.place(0x1500, &device);
+    assert_eq!(
+        rig.alloc(client, 0x20, class::NV01_DEVICE_0, params).0,
+        status::INSUFFICIENT_PERMISSIONS
+    );
+    // A descriptor that it inherited is as good as one that it opened.
+    rig.process.open = vec![Node::Gpu(1)];
     assert_eq!(rig.alloc(client, 0x20, class::NV01_DEVICE_0, params).0, 0);
     let params = rig.params(GIB);
     assert_eq!(rig.alloc(0x20, 0x21, VIDEO, params).0, 0);
@@ -347,13 +355,10 @@ fn clients_are_numbered_in_order() {
         rig.alloc(0, 0, class::NV01_ROOT_CLIENT, 0),
         (0, FIRST_CLIENT + 1)
     );
+    // Whatever handle the caller wishes for.
     assert_eq!(
-        rig.alloc(0, 0, class::NV01_ROOT_NON_PRIV, 0),
+        rig.alloc(0, 0xc1d0_abcd, class::NV01_ROOT_NON_PRIV, 0),
         (0, FIRST_CLIENT + 2)
-    );
-    assert_eq!(
-        rig.alloc(0, FIRST_CLIENT, class::NV01_ROOT, 0).0,
-        status::INSERT_DUPLICATE_NAME
     );
 }
 
@@ -384,7 +389,7 @@ fn the_last_close_frees_the_clients() {
 }
 
 #[test]
-fn every_allocator_counts() {
+fn every_layout_counts() {
     let mut rig = Rig::new();
     // The short layout.
     let params = rig.params(GIB);
@@ -424,7 +429,7 @@ fn every_allocator_counts() {
         Err(libc::EINVAL)
     );
 
-    // The legacy call on the GPU's file.
+    // The legacy call on the GPU's file: a window on the whole card, which takes nothing.
     assert!(rig.sim.register(GPU0, CTL));
     let mut arg = [0; 56];
     put_u32(&mut arg, nvos02::ROOT, rig.client);
@@ -434,7 +439,8 @@ fn every_allocator_counts() {
     put_u64(&mut arg, nvos02::LIMIT, GIB - 1);
     rig.call(GPU0, nr::RM_ALLOC_MEMORY, &mut arg).unwrap();
     assert_eq!(u32_at(&arg, nvos02::STATUS), status::OK);
-    assert_eq!(rig.used(), GIB);
+    assert_eq!(u64_at(&arg, nvos02::LIMIT), 4 * GIB - 1);
+    assert_eq!(rig.used(), 0);
     rig.free(0x10);
     put_u32(
         &mut arg,
@@ -454,6 +460,7 @@ fn the_older_allocator_counts_too() {
         put_u32(&mut arg, nvos32::ROOT, rig.client);
         put_u32(&mut arg, nvos32::PARENT, DEVICE);
         put_u32(&mut arg, nvos32::FUNCTION, function);
+        put_u32(&mut arg, 40, 1);
         fill(&mut arg);
         rig.call(CTL, nr::RM_VID_HEAP_CONTROL, &mut arg).unwrap();
         arg
@@ -478,7 +485,15 @@ fn the_older_allocator_counts_too() {
         put_u64(arg, nvos32::ALLOC_SIZE_SIZE, 2 * GIB);
     });
     assert_eq!(u32_at(&arg, nvos32::STATUS), status::NO_MEMORY);
-    assert_eq!(u64_at(&arg, 32), GIB);
+    // Total and free are told when they are asked for.
+    assert_eq!(u64_at(&arg, 32), 0);
+    let arg = alloc(&mut rig, 5, &|_| {});
+    assert_eq!((u64_at(&arg, 24), u64_at(&arg, 32)), (4 * GIB, GIB));
+    let arg = alloc(&mut rig, nvos32::FN_ALLOC_SIZE, &|arg| {
+        put_u32(arg, 40, 0);
+        put_u64(arg, nvos32::ALLOC_SIZE_SIZE, GIB);
+    });
+    assert_eq!(u32_at(&arg, nvos32::STATUS), status::INVALID_OWNER);
     // Addresses only.
     alloc(&mut rig, nvos32::FN_ALLOC_SIZE, &|arg| {
         put_u32(arg, nvos32::FLAGS, heap::FLAGS_VIRTUAL);
@@ -487,13 +502,13 @@ fn the_older_allocator_counts_too() {
     assert_eq!(rig.used(), 3 * GIB);
     let free = |arg: &mut [u8]| {
         put_u32(arg, nvos32::MEMORY, handle);
-        put_u32(arg, 48, 0x4000);
+        put_u32(arg, 48, 1);
     };
     alloc(&mut rig, nvos32::FN_FREE, &free);
     assert_eq!(rig.used(), 2 * GIB);
     assert_eq!(
         u32_at(&alloc(&mut rig, 19, &|_| {}), nvos32::STATUS),
-        status::NOT_SUPPORTED
+        status::INVALID_ARGUMENT
     );
 }
 
@@ -604,8 +619,13 @@ fn a_context_costs_what_no_object_shows() {
     let mut rig = Rig::new();
     let hidden = rig.sim.config().context_hidden;
     let group = class::KEPLER_CHANNEL_GROUP_A;
-    assert_eq!(rig.alloc(DEVICE, 0x15, group, 0).0, status::OK);
-    assert_eq!(rig.alloc(DEVICE, 0x16, group, 0).0, status::OK);
+    assert_eq!(
+        rig.alloc(DEVICE, 0x15, group, 0).0,
+        status::INVALID_ARGUMENT
+    );
+    let params = rig.group_params();
+    assert_eq!(rig.alloc(DEVICE, 0x15, group, params).0, status::OK);
+    assert_eq!(rig.alloc(DEVICE, 0x16, group, params).0, status::OK);
     assert_eq!(rig.used(), hidden);
     rig.free(0x15);
     assert_eq!(rig.used(), hidden);
@@ -615,10 +635,9 @@ fn a_context_costs_what_no_object_shows() {
 
 fn with_channels() -> Rig {
     let mut rig = Rig::new();
-    assert_eq!(
-        rig.alloc(DEVICE, 0x15, class::KEPLER_CHANNEL_GROUP_A, 0).0,
-        0
-    );
+    let params = rig.group_params();
+    let group = class::KEPLER_CHANNEL_GROUP_A;
+    assert_eq!(rig.alloc(DEVICE, 0x15, group, params).0, 0);
     for channel in [0x1c, 0x1d] {
         let class = class::HOPPER_CHANNEL_GPFIFO_A;
         assert_eq!(rig.alloc(0x15, channel, class, 0).0, 0);
@@ -649,15 +668,14 @@ fn slices_can_be_set_and_read() {
         rig.control(0x15, ctrl::TSG_GET_TIMESLICE, &mut [0; 4]),
         status::INVALID_ARGUMENT
     );
-    // Stopping a group this way was refused; starting it is what libcuda does.
-    assert_eq!(
-        rig.control(0x15, ctrl::TSG_GPFIFO_SCHEDULE, &mut [1, 0, 0]),
-        0
-    );
-    assert_eq!(
-        rig.control(0x15, ctrl::TSG_GPFIFO_SCHEDULE, &mut [0, 0, 0]),
-        status::INVALID_ARGUMENT
-    );
+    // Its length is what counts.
+    for (params, status) in [(vec![1, 0, 0], 0), (vec![0; 3], 0), (vec![1, 0], 0x1f)] {
+        let mut params = params;
+        let got = rig.control(0x15, ctrl::TSG_GPFIFO_SCHEDULE, &mut params);
+        assert_eq!(got, status);
+    }
+    let unknown = rig.control(0x15, 0xa06c_0999, &mut [0; 8]);
+    assert_eq!(unknown, status::NOT_SUPPORTED);
     assert_eq!(rig.control(0x15, ctrl::TSG_PREEMPT, &mut [0; 8]), 0);
     // Levels are for those who may raise priorities.
     let mut level = 2u32.to_ne_bytes();
@@ -706,17 +724,57 @@ fn channels_can_be_disabled() {
     );
     rig.sim.advance(2_000_000_000);
     assert_eq!(rig.sim.progress(client, 0x1c).unwrap().completed, 100);
-    put_u64(&mut arg, disable_channels::EVENT, 0x1234);
+    let mut refused = |change: &dyn Fn(&mut [u8])| {
+        let mut changed = arg;
+        change(&mut changed);
+        rig.control(SUBDEVICE, ctrl::FIFO_DISABLE_CHANNELS, &mut changed)
+    };
     assert_eq!(
-        rig.control(SUBDEVICE, ctrl::FIFO_DISABLE_CHANNELS, &mut arg),
-        status::INVALID_ARGUMENT
+        refused(&|arg| put_u64(arg, disable_channels::EVENT, 0x1234)),
+        status::INSUFFICIENT_PERMISSIONS
     );
-    put_u64(&mut arg, disable_channels::EVENT, 0);
-    put_u32(&mut arg, disable_channels::CHANNELS, 0x99);
     assert_eq!(
-        rig.control(SUBDEVICE, ctrl::FIFO_DISABLE_CHANNELS, &mut arg),
-        status::OBJECT_NOT_FOUND
+        refused(&|arg| put_u32(arg, disable_channels::CHANNELS, 0x99)),
+        status::INVALID_CHANNEL
     );
+    for count in [0, 65] {
+        assert_eq!(
+            refused(&|arg| put_u32(arg, disable_channels::COUNT, count)),
+            status::INVALID_PARAM_STRUCT
+        );
+    }
+}
+
+#[test]
+fn channels_of_others_can_be_disabled_too() {
+    let mut rig = with_channels();
+    let victim = rig.client;
+    rig.sim.open(9, Node::Ctl, 200);
+    rig.client = rig.alloc_by(9, 0, 0, class::NV01_ROOT, 0).1;
+    let client = rig.client;
+    assert_eq!(
+        rig.alloc_by(9, client, DEVICE, class::NV01_DEVICE_0, 0).0,
+        0
+    );
+    let subdevice = rig.alloc_by(9, DEVICE, SUBDEVICE, class::NV20_SUBDEVICE_0, 0);
+    assert_eq!(subdevice.0, 0);
+    let mut arg = [0; disable_channels::SIZE];
+    arg[disable_channels::DISABLE] = 1;
+    put_u32(&mut arg, disable_channels::COUNT, 1);
+    put_u32(&mut arg, disable_channels::CLIENTS, victim);
+    put_u32(&mut arg, disable_channels::CHANNELS, 0x1c);
+    let address = rig.process.place(0x2000, &arg);
+    let mut call = [0; 32];
+    put_u32(&mut call, nvos54::CLIENT, client);
+    put_u32(&mut call, nvos54::OBJECT, SUBDEVICE);
+    put_u32(&mut call, nvos54::CMD, ctrl::FIFO_DISABLE_CHANNELS);
+    put_u64(&mut call, nvos54::PARAMS, address);
+    put_u32(&mut call, nvos54::PARAMS_SIZE, 536);
+    rig.call(9, nr::RM_CONTROL, &mut call).unwrap();
+    assert_eq!(u32_at(&call, nvos54::STATUS), status::OK);
+    rig.sim.submit(victim, 0x1c, 1000, 5).unwrap();
+    rig.sim.advance(1_000_000_000);
+    assert_eq!(rig.sim.progress(victim, 0x1c).unwrap().completed, 0);
 }
 
 #[test]

@@ -17,6 +17,9 @@ const TO_HOST_NS_PER_MIB: u64 = 266_000;
 /// Nanoseconds that one MiB takes from the host to the card: 4 GiB took 0.514 s.
 const TO_GPU_NS_PER_MIB: u64 = 125_000;
 
+/// Ranges are whole pages.
+const PAGE: u64 = 4096;
+
 /// The address space of one open `nvidia-uvm` file.
 #[derive(Debug, Default)]
 pub(super) struct Space {
@@ -111,7 +114,7 @@ impl Sim {
             return if is_accepted(cmd) {
                 Ok(())
             } else {
-                Err(libc::EINVAL)
+                Err(libc::ENOSYS)
             };
         };
         let mut arg = vec![0; size];
@@ -150,6 +153,9 @@ impl Sim {
         };
         match cmd {
             uvm::CREATE_EXTERNAL_RANGE => {
+                if length == 0 || !base.is_multiple_of(PAGE) || !length.is_multiple_of(PAGE) {
+                    return Err(status::INVALID_ADDRESS);
+                }
                 open.uvm.ranges.insert(base, length);
                 Ok(())
             }
@@ -165,7 +171,11 @@ impl Sim {
                 Ok(())
             }
             uvm::FREE => {
-                let length = open.uvm.ranges.remove(&base).unwrap_or(length);
+                let length = open
+                    .uvm
+                    .ranges
+                    .remove(&base)
+                    .ok_or(status::INVALID_ADDRESS)?;
                 for block in open.uvm.unmap(base, length) {
                     self.memory.release(block);
                 }
@@ -181,19 +191,18 @@ impl Sim {
             }
             uvm::MIGRATE => {
                 let uuid = &arg[uvm_args::MIGRATE_UUID..][..16];
+                let to_host = uuid == uvm_args::CPU_UUID;
+                let gpu = self.config.gpus.iter().position(|gpu| gpu.uuid == uuid);
+                if !to_host && gpu.is_none() {
+                    return Err(status::INVALID_DEVICE);
+                }
                 if self.memory.managed_length(pid, base, length) == 0 {
                     return Err(status::INVALID_ADDRESS);
                 }
-                if uuid == uvm_args::CPU_UUID {
+                let Some(gpu) = gpu else {
                     self.memory.migrate_to_host(pid, base, length);
                     return Ok(());
-                }
-                let gpu = self
-                    .config
-                    .gpus
-                    .iter()
-                    .position(|gpu| gpu.uuid == uuid)
-                    .ok_or(status::INVALID_ARGUMENT)?;
+                };
                 self.memory.migrate_to_gpu(pid, base, length, gpu);
                 Ok(())
             }

@@ -7,17 +7,19 @@ use std::collections::{BTreeMap, VecDeque};
 
 use gpuquota_common::nvidia::heap;
 
+const TINY_PAGE: u64 = 4 << 10;
 const SMALL_PAGE: u64 = 64 << 10;
 const HUGE_PAGE: u64 = 2 << 20;
 /// Changes that are remembered for [`VideoMemory::events`].
 const EVENTS_KEPT: usize = 1 << 18;
 
-/// Bytes that the driver hands out for a request: whole pages, of 2 MiB unless the request is smaller than
-/// one or asks for small pages. `None` if no 64-bit number holds it.
+/// Bytes that the driver hands out for a request (measured): whole pages, of 2 MiB unless the request is
+/// smaller than one or asks for pages of 4 KiB or 64 KiB. `None` if no 64-bit number holds it.
 pub fn granted_size(size: u64, attr: u32) -> Option<u64> {
     let wanted = (attr >> heap::ATTR_PAGE_SIZE_SHIFT) & 3;
     let page = match wanted {
-        heap::ATTR_PAGE_SIZE_4KB | heap::ATTR_PAGE_SIZE_BIG => SMALL_PAGE,
+        heap::ATTR_PAGE_SIZE_4KB => TINY_PAGE,
+        heap::ATTR_PAGE_SIZE_BIG => SMALL_PAGE,
         heap::ATTR_PAGE_SIZE_HUGE => HUGE_PAGE,
         _ if size < HUGE_PAGE => SMALL_PAGE,
         _ => HUGE_PAGE,
@@ -375,6 +377,11 @@ mod tests {
 
     #[test]
     fn sizes_are_whole_pages() {
+        let tiny = heap::ATTR_PAGE_SIZE_4KB << heap::ATTR_PAGE_SIZE_SHIFT;
+        assert_eq!(
+            granted_size(HUGE_PAGE + 1, tiny),
+            Some(HUGE_PAGE + TINY_PAGE)
+        );
         let big = heap::ATTR_PAGE_SIZE_BIG << heap::ATTR_PAGE_SIZE_SHIFT;
         assert_eq!(granted_size(1, 0), Some(SMALL_PAGE));
         assert_eq!(granted_size(HUGE_PAGE, 0), Some(HUGE_PAGE));

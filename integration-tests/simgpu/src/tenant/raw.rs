@@ -20,6 +20,8 @@ const GROUP: u32 = 0x5c00_0004;
 const FIRST_MEMORY: u32 = 0x5c00_0010;
 /// `NVOS32` flag: the caller names the handle.
 const HANDLE_PROVIDED: u32 = 0x4000;
+/// The engine of a channel group.
+const ENGINE_GRAPHICS: u32 = 1;
 /// Flags and attributes that libcuda allocates with.
 const FLAGS: u32 = 0x1_c101;
 const ATTR: u32 = 0x1800_0000;
@@ -262,6 +264,7 @@ impl Raw {
     /// Makes a channel group if there is none yet, and sets its time slice.
     pub fn set_slice(&self, us: u64) -> Result<(), TenantError> {
         let mut params = [0; 20];
+        put_u32(&mut params, 12, ENGINE_GRAPHICS);
         match self.alloc_object(DEVICE, GROUP, class::KEPLER_CHANNEL_GROUP_A, &mut params) {
             Ok(_)
             | Err(TenantError::Status {

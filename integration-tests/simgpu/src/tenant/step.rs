@@ -38,11 +38,12 @@ pub enum Via {
     HeapRange,
     /// Without libcuda: `VID_HEAP_CONTROL`, height times pitch.
     HeapTiled,
-    /// Without libcuda: legacy `RM_ALLOC_MEMORY` on the GPU's file.
+    /// Without libcuda: legacy `RM_ALLOC_MEMORY` on the GPU's file. It gives a window on all memory of the card
+    /// and takes none.
     Legacy,
     /// Without libcuda: allocated, duplicated, and the first handle freed.
     Dup,
-    /// Without libcuda: under a subdevice that is a second one's child.
+    /// Without libcuda: below the subdevice instead of the device.
     Subdevice,
 }
 
