@@ -94,7 +94,8 @@ fn settle(settings: &Settings, flight: &InFlight) {
 /// The handle of the new object: the driver chooses one where the caller gave 0.
 #[inline(always)]
 fn new_handle(flight: &InFlight) -> u32 {
-    if flight.handle != 0 {
+    // A client's handle is the driver's choice whatever the caller proposes; others' proposals are taken.
+    if flight.handle != 0 && !class::is_client(flight.class) {
         return flight.handle;
     }
     let offset = match IoctlCmd::from_raw(flight.cmd).nr {

@@ -75,6 +75,14 @@ pub enum EnforcerError {
     /// A property that `set-property` does not take.
     #[error(transparent)]
     Property(#[from] gpuquota_policy::dropin::DropinError),
+    /// A property that another file sets later.
+    #[error("{key} is set at {winner}, which counts more than what is set by command; change it there")]
+    Shadowed {
+        /// Which property.
+        key: String,
+        /// Where it is set.
+        winner: String,
+    },
     /// The pins.
     #[error("{path}: {source}")]
     Pins {

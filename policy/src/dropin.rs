@@ -53,10 +53,10 @@ pub enum DropinError {
 const HEADER: &str =
     "# Written by `gpuquotactl set-property`. Later calls change it; comments stay.\n";
 
-/// The name of the file in `/etc` that keeps the properties set on `tenant`. It sorts behind the files of the admin that
-/// start with a digit, as drop-ins do.
+/// The name of the file in `/etc` that keeps the properties set on `tenant`. It sorts behind the files that
+/// an admin writes, so that what is set holds.
 pub fn file_name(tenant: &str) -> String {
-    format!("99-set-property.{tenant}.toml")
+    format!("zz-set-property.{tenant}.toml")
 }
 
 /// The name of the file in `/run` that keeps the properties set on `tenant` until the next boot.
@@ -64,7 +64,7 @@ pub fn file_name(tenant: &str) -> String {
 /// It is not [`file_name`], since a file replaces one of the same name in a lower layer: one property set until the next boot
 /// would take away all that are set for good.
 pub fn runtime_file_name(tenant: &str) -> String {
-    format!("99-set-property-runtime.{tenant}.toml")
+    format!("zz-set-property-runtime.{tenant}.toml")
 }
 
 /// Sets properties of a tenant, or of a tenant on one GPU, in the text of a drop-in, and gives the new text. An empty value
@@ -377,7 +377,7 @@ mod tests {
         )
         .expect("good");
         assert_eq!(body(&text), "[tenant.\"a.b\"]\ntime.weight = 5\n");
-        assert_eq!(file_name("a.b"), "99-set-property.a.b.toml");
+        assert_eq!(file_name("a.b"), "zz-set-property.a.b.toml");
     }
 
     #[test]

@@ -351,6 +351,7 @@ fn control_error(error: EnforcerError) -> ControlError {
         EnforcerError::Policy(diagnostics) => ControlError::BadPolicy(diagnostics.to_string()),
         EnforcerError::Tenancy(error) => ControlError::BadPolicy(error.to_string()),
         EnforcerError::Property(error) => ControlError::BadProperty(error.to_string()),
+        error @ EnforcerError::Shadowed { .. } => ControlError::BadProperty(error.to_string()),
         EnforcerError::File(error) => ControlError::Io {
             path: error.path,
             source: error.source,

@@ -1,9 +1,9 @@
 //! Policies come into force: from the files, or from a changed property. All or nothing.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use gpuquota_policy::{
-    Host, Layer, Loaded, OnHigh, OnMemoryMax, Policy, Source, dropin, property::Property,
+    GpuSelector, Host, Layer, Loaded, OnHigh, OnMemoryMax, Policy, Source, dropin, property::Property,
 };
 use tracing::info;
 
@@ -53,9 +53,43 @@ impl Enforcer {
         let sources = policy_files::read(directories)?;
         let tried = policy_files::with_file(sources, layer, &path, Some(&text));
         let loaded = check(&tried, &self.host)?;
+        self.refuse_shadowed(&loaded.policy, change, &path)?;
         policy_files::write(&path, &text)?;
         self.put_in_force(loaded)?;
         Ok(path)
+    }
+
+    /// Refuses a change that would be written and have no effect, because another file says otherwise later.
+    fn refuse_shadowed(
+        &self,
+        policy: &Policy,
+        change: &QuotaChange,
+        path: &Path,
+    ) -> Result<(), EnforcerError> {
+        let selector = change
+            .gpu
+            .as_deref()
+            .and_then(|gpu| GpuSelector::parse(gpu).ok());
+        for (key, _) in change.properties.iter().filter(|(_, value)| !value.is_empty()) {
+            let winners: Vec<_> = self
+                .host
+                .gpus
+                .iter()
+                .filter(|gpu| selector.as_ref().is_none_or(|selector| selector.matches(gpu)))
+                .flat_map(|gpu| policy.explain(&change.tenant, gpu))
+                .filter(|value| value.key == key)
+                .filter_map(|value| value.origin)
+                .collect();
+            if let Some(winner) = winners.first()
+                && winners.iter().all(|origin| *origin.path != *path)
+            {
+                return Err(EnforcerError::Shadowed {
+                    key: key.clone(),
+                    winner: winner.to_string(),
+                });
+            }
+        }
+        Ok(())
     }
 
     /// Takes properties out of a tenant's drop-ins; all of them if none is named.

@@ -3,6 +3,7 @@
 use std::{
     ffi::{CString, OsString},
     io::{self, BufRead as _, BufReader, Read as _, Write as _},
+    net::Shutdown,
     os::{
         fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd, RawFd},
         unix::{
@@ -194,6 +195,15 @@ struct Kept {
 
 /// Takes the listener from the child, gives it to the daemon, and lets the child go on.
 fn hand_over_first(child: &UnixStream, options: &RunOptions) -> Result<Kept, NotifyError> {
+    let kept = offer(child, options);
+    if kept.is_err() {
+        // The child holds a copy of this end too, so only a shutdown ends its wait.
+        let _ = child.shutdown(Shutdown::Both);
+    }
+    kept
+}
+
+fn offer(child: &UnixStream, options: &RunOptions) -> Result<Kept, NotifyError> {
     let (pid, listener) = receive_from_child(child)?;
     let (link, timeout) = hand_over(options, pid, &listener, false)?;
     (&mut &*child)

@@ -136,7 +136,8 @@ fn calls_wait_for_a_daemon_and_are_refused_if_none_comes() {
     // … and not for ever: listener-timeout is two seconds here.
     bed.signal_daemon(libc::SIGKILL);
     let asked = Instant::now();
-    assert!(actor.tell("alloc 64MiB").starts_with("out of memory"));
+    let answer = actor.tell("alloc 64MiB");
+    assert!(answer.starts_with("out of memory"), "{answer}");
     assert!(asked.elapsed() < Duration::from_secs(10), "{:?}", asked.elapsed());
     bed.start();
     let end = Instant::now() + Duration::from_secs(5);
