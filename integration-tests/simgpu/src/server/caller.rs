@@ -5,7 +5,8 @@
 //! protocol keeps to itself for commands without a size.
 
 use std::cell::OnceCell;
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
 use std::time::Duration;
 
 use crate::sim::{Caller, Fault, Node};
@@ -19,6 +20,7 @@ const CAP_SYS_NICE: u32 = 23;
 pub struct Process {
     tid: u32,
     pid: OnceCell<u32>,
+    memory: OnceCell<Option<File>>,
 }
 
 impl Process {
@@ -27,6 +29,7 @@ impl Process {
         Self {
             tid,
             pid: OnceCell::new(),
+            memory: OnceCell::new(),
         }
     }
 
@@ -42,6 +45,17 @@ impl Process {
             std::thread::sleep(SYSCALL_PAUSE);
         }
         None
+    }
+
+    /// The caller's memory. Unlike `process_vm_readv`, this file is there on every kernel.
+    fn memory(&self) -> Result<&File, Fault> {
+        self.memory
+            .get_or_init(|| {
+                let path = format!("/proc/{}/mem", self.tid);
+                File::options().read(true).write(true).open(path).ok()
+            })
+            .as_ref()
+            .ok_or(Fault)
     }
 
     fn status_field(&self, name: &str) -> Option<String> {
@@ -62,57 +76,15 @@ impl Caller for Process {
     }
 
     fn read(&self, address: u64, buf: &mut [u8]) -> Result<(), Fault> {
-        if buf.is_empty() {
-            return Ok(());
-        }
-        let local = libc::iovec {
-            iov_base: buf.as_mut_ptr().cast(),
-            iov_len: buf.len(),
-        };
-        let remote = remote(address, buf.len())?;
-        // SAFETY: `local` describes `buf`, which outlives the call; the remote side is checked by the kernel.
-        let done = unsafe {
-            libc::process_vm_readv(
-                self.tid.cast_signed(),
-                &raw const local,
-                1,
-                &raw const remote,
-                1,
-                0,
-            )
-        };
-        if usize::try_from(done) == Ok(buf.len()) {
-            Ok(())
-        } else {
-            Err(Fault)
-        }
+        self.memory()?
+            .read_exact_at(buf, address)
+            .map_err(|_| Fault)
     }
 
     fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        let local = libc::iovec {
-            iov_base: bytes.as_ptr().cast_mut().cast(),
-            iov_len: bytes.len(),
-        };
-        let remote = remote(address, bytes.len())?;
-        // SAFETY: the kernel only reads `local`, which describes `bytes`; the remote side is checked by the kernel.
-        let done = unsafe {
-            libc::process_vm_writev(
-                self.tid.cast_signed(),
-                &raw const local,
-                1,
-                &raw const remote,
-                1,
-                0,
-            )
-        };
-        if usize::try_from(done) == Ok(bytes.len()) {
-            Ok(())
-        } else {
-            Err(Fault)
-        }
+        self.memory()?
+            .write_all_at(bytes, address)
+            .map_err(|_| Fault)
     }
 
     fn has_open(&self, node: Node) -> bool {
@@ -137,12 +109,4 @@ impl Caller for Process {
             .and_then(|mask| u64::from_str_radix(&mask, 16).ok())
             .is_some_and(|mask| mask >> CAP_SYS_NICE & 1 == 1)
     }
-}
-
-fn remote(address: u64, length: usize) -> Result<libc::iovec, Fault> {
-    let address = usize::try_from(address).map_err(|_| Fault)?;
-    Ok(libc::iovec {
-        iov_base: std::ptr::without_provenance_mut(address),
-        iov_len: length,
-    })
 }
