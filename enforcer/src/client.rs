@@ -12,8 +12,9 @@ use zbus::{
 use crate::{
     config::Bus,
     control::{
-        Backend, Finding, Gpu, Notice, PolicyLoaded, QuotaChange, Tenant,
+        Backend, Finding, Gpu, Held, Notice, PolicyLoaded, QuotaChange, Tenant,
         wire::{self, GpuDict, TenantDict, Triple},
+        wire_time::{self, HeldTuple},
     },
 };
 
@@ -47,6 +48,8 @@ trait Manager {
     ) -> zbus::Result<String>;
     #[zbus(allow_interactive_auth)]
     fn reset_quota(&self, tenant: &str, properties: &[String]) -> zbus::Result<()>;
+    fn freeze(&self, tenant: &str, gpu: &str) -> zbus::Result<HeldTuple>;
+    fn thaw(&self, tenant: &str, gpu: &str) -> zbus::Result<HeldTuple>;
     fn dump_state(&self) -> zbus::Result<String>;
     #[zbus(name = "ListGPUs")]
     fn list_gpus(&self) -> zbus::Result<Vec<GpuDict>>;
@@ -261,6 +264,22 @@ impl Client {
     ) -> Result<(), ClientError> {
         let call = self.manager.reset_quota(tenant, properties);
         self.call(CHANGE_TIMEOUT, call).await
+    }
+
+    /// Freezes a tenant on one GPU, or on all.
+    pub async fn freeze(&self, tenant: &str, gpu: Option<&str>) -> Result<Held, ClientError> {
+        let call = self.manager.freeze(tenant, gpu.unwrap_or_default());
+        self.call(CHANGE_TIMEOUT, call)
+            .await
+            .map(wire_time::held_from_wire)
+    }
+
+    /// Thaws a tenant on one GPU, or on all.
+    pub async fn thaw(&self, tenant: &str, gpu: Option<&str>) -> Result<Held, ClientError> {
+        let call = self.manager.thaw(tenant, gpu.unwrap_or_default());
+        self.call(CHANGE_TIMEOUT, call)
+            .await
+            .map(wire_time::held_from_wire)
     }
 
     /// Makes the daemon read the policy files again.

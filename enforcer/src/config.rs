@@ -413,11 +413,6 @@ impl Config {
             "enforcement.daemon-loss = \"open\"",
             "the last limits hold while the daemon is gone",
         );
-        warn(
-            self.time != default.time,
-            "[time]",
-            "GPU time is not divided yet",
-        );
         warnings
     }
 }

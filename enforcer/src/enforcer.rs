@@ -8,6 +8,7 @@ mod answers;
 mod governing;
 mod judging;
 mod policy;
+mod timing;
 mod watching;
 
 use std::{
@@ -37,6 +38,7 @@ use crate::{
     policy_files::FileError,
     telemetry::{Telemetry, TelemetryError},
     tenancy::{Seating, TenancyError},
+    time::TimeControl,
 };
 
 pub(crate) use answers::ALARMS;
@@ -124,9 +126,12 @@ pub struct Enforcer {
     driver_version: String,
     /// False for a driver that is not known: then everything is observed and nothing refused.
     enforcing: bool,
+    /// False for a driver that is not known: then nobody's GPU time is touched.
+    known_driver: bool,
     /// Why maps and links are not pinned, if they are not.
     unpinned: Option<String>,
-    processes: Proc,
+    processes: Arc<Proc>,
+    time: TimeControl,
     in_force: RwLock<InForce>,
     /// Held while a policy is being changed, from reading the files to the kernel: one change at a time.
     changing: Mutex<()>,
@@ -194,8 +199,10 @@ impl Enforcer {
             host,
             driver_version: snapshot.driver_version.clone(),
             enforcing: known && memory != MemoryBackend::Observe,
+            known_driver: known,
             unpinned,
-            processes,
+            processes: Arc::new(processes),
+            time: TimeControl::default(),
             changing: Mutex::new(()),
             notices,
             stopping: AtomicBool::new(false),

@@ -243,6 +243,16 @@ impl Proc {
         })
     }
 
+    /// The control node.
+    pub fn control(&self) -> DeviceKey {
+        self.control
+    }
+
+    /// Nanoseconds since boot as the ticks in which `/proc` shows the start of a process; `None` for 0, unknown.
+    pub fn ticks(&self, start_ns: u64) -> Option<u64> {
+        (start_ns != 0).then(|| start_ns / (1_000_000_000 / ticks_per_second()))
+    }
+
     fn is_control(&self, path: &Path) -> bool {
         nvidia::key_of(path).is_ok_and(|key| key == self.control)
     }

@@ -10,6 +10,7 @@ use gpuquota_enforcer::{
     enforcer::{Enforcer, EnforcerError, Enrolment},
     kernel::PinDir,
     notify::listener::ListenerSocket,
+    time,
 };
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
@@ -31,6 +32,9 @@ struct Arguments {
     /// Detach every program, forget the ledger, and end; no daemon may be running
     #[arg(long)]
     detach_all: bool,
+    /// Let everybody go on whom a daemon that is gone has frozen or stopped, and end; no daemon may be running
+    #[arg(long)]
+    release_all: bool,
     /// Check settings and policy, and end
     #[arg(long)]
     check: bool,
@@ -88,6 +92,9 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         info!("detached");
         return Ok(());
     }
+    if arguments.release_all {
+        return release_all(&config);
+    }
     if arguments.check {
         Enforcer::check(&config)?;
         info!("settings and policy load");
@@ -103,6 +110,21 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         .build()
         .context("starting the runtime")?;
     runtime.block_on(serve(config))
+}
+
+/// Undoes what must not outlive the daemon. Limits stay.
+fn release_all(config: &Config) -> anyhow::Result<()> {
+    let pins = match PinDir::open(&config.bpf_directory) {
+        Ok(pins) => pins,
+        // Without pins nothing is known, and nothing was left: then daemons write nothing down.
+        Err(error) => {
+            warn!("{}: {error}", config.bpf_directory.display());
+            return Ok(());
+        }
+    };
+    time::release::after_daemon(&pins, &config.gpu.device_dir)
+        .context("thawing")
+        .map(drop)
 }
 
 /// A backend that is asked for by name and is not there is an error, not a weaker promise.

@@ -19,6 +19,7 @@ use super::{
     Control, ControlError, Notice, QuotaChange,
     access::{Access, Denied},
     wire::{self, GpuDict, TenantDict, Triple},
+    wire_time::{self, HeldTuple},
 };
 
 /// Longest string that a caller may pass.
@@ -188,6 +189,7 @@ impl From<ControlError> for MethodError {
             ControlError::Ungoverned(_) => "Ungoverned",
             ControlError::BadPolicy(_) => "BadPolicy",
             ControlError::BadProperty(_) => "BadProperty",
+            ControlError::Time(_) => "NotControlled",
             ControlError::Io { .. } => "IO",
             ControlError::Kernel(_) => "Kernel",
         };
@@ -263,6 +265,10 @@ fn check_strings<'a>(strings: impl IntoIterator<Item = &'a str>) -> Result<(), M
             ),
         )),
     }
+}
+
+fn named(gpu: &str) -> Option<&str> {
+    (!gpu.is_empty()).then_some(gpu)
 }
 
 fn check_count(count: usize) -> Result<(), MethodError> {
@@ -368,6 +374,44 @@ impl Manager {
             .shared
             .call(move |control| control.reset_quota(&tenant, &properties))
             .await??)
+    }
+
+    /// Freezes a tenant; `gpu` is empty for every GPU.
+    #[zbus(out_args("frozen", "uncontrolled"))]
+    async fn freeze(
+        &self,
+        tenant: String,
+        gpu: String,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<HeldTuple, MethodError> {
+        check_strings([tenant.as_str(), gpu.as_str()])?;
+        self.authorize(connection, &header, "freeze GPU tenants")
+            .await?;
+        let held = self
+            .shared
+            .call(move |control| control.freeze(&tenant, named(&gpu)))
+            .await??;
+        Ok(wire_time::held_to_wire(held))
+    }
+
+    /// Thaws a tenant; `gpu` is empty for every GPU.
+    #[zbus(out_args("frozen", "uncontrolled"))]
+    async fn thaw(
+        &self,
+        tenant: String,
+        gpu: String,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<HeldTuple, MethodError> {
+        check_strings([tenant.as_str(), gpu.as_str()])?;
+        self.authorize(connection, &header, "thaw GPU tenants")
+            .await?;
+        let held = self
+            .shared
+            .call(move |control| control.thaw(&tenant, named(&gpu)))
+            .await??;
+        Ok(wire_time::held_to_wire(held))
     }
 
     /// The whole state as JSON, for bug reports.

@@ -9,15 +9,20 @@ pub mod dbus;
 mod manager;
 pub mod peer;
 mod polkit;
+mod time;
 mod transport;
 pub mod wire;
+pub mod wire_time;
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use tokio::sync::broadcast;
 
-pub use self::dbus::{ServeError, Server, serve};
+pub use self::{
+    dbus::{ServeError, Server, serve},
+    time::{Averages, Held, Pressure, TenantTime, Uncontrolled},
+};
 
 /// The operations behind the D-Bus interface `org.gpuquota.Enforcer1.Manager`.
 ///
@@ -45,6 +50,10 @@ pub trait Control: Send + Sync + 'static {
     fn reset_quota(&self, tenant: &str, properties: &[String]) -> Result<(), ControlError>;
     /// Reads the policy files again; a policy that does not load changes nothing.
     fn reload(&self) -> Result<PolicyLoaded, ControlError>;
+    /// Freezes a tenant on one GPU (by index or UUID), or on all: its work stops and goes on when it is thawed.
+    fn freeze(&self, tenant: &str, gpu: Option<&str>) -> Result<Held, ControlError>;
+    /// Undoes [`freeze`](Self::freeze).
+    fn thaw(&self, tenant: &str, gpu: Option<&str>) -> Result<Held, ControlError>;
     /// What the host offers and what is in use.
     fn doctor(&self) -> Vec<Finding>;
     /// The whole state for debugging, as JSON.
@@ -129,6 +138,9 @@ pub struct TenantGpu {
     pub breaches: u64,
     /// Processes with memory on this GPU: charged bytes by process.
     pub processes: Vec<ProcessUse>,
+    /// GPU time; absent while it is not controlled.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub time: Option<TenantTime>,
 }
 
 /// Memory of one process on one GPU.
@@ -277,6 +289,9 @@ pub enum ControlError {
     /// A property or a value is not acceptable; nothing was changed.
     #[error("{0}")]
     BadProperty(String),
+    /// GPU time is not controlled, or the driver did not do it in time.
+    #[error("{0}")]
+    Time(#[from] crate::time::HoldError),
     /// A file could not be written.
     #[error("{path}: {source}")]
     Io {

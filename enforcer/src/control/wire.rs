@@ -8,7 +8,10 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use zbus::zvariant::{Type, as_value};
 
-use super::{Backend, BackendState, Finding, Gpu, ProcessUse, Tenant, TenantGpu, Verdict};
+use super::{
+    Backend, BackendState, Finding, Gpu, ProcessUse, Tenant, TenantGpu, Verdict,
+    wire_time::TimeDict,
+};
 
 /// Name on the bus.
 pub const NAME: &str = "org.gpuquota.Enforcer1";
@@ -73,6 +76,12 @@ pub struct TenantGpuDict {
     breaches: u64,
     #[serde(with = "as_value")]
     processes: Vec<(u32, String, u64)>,
+    #[serde(
+        with = "as_value::optional",
+        skip_serializing_if = "Option::is_none",
+        default
+    )]
+    time: Option<TimeDict>,
 }
 
 /// [`Gpu`] as `a{sv}`.
@@ -150,6 +159,7 @@ impl From<TenantGpu> for TenantGpuDict {
                 // A NUL would make the whole message invalid.
                 .map(|p| (p.pid, p.comm.replace('\0', "\u{fffd}"), p.memory_used))
                 .collect(),
+            time: gpu.time.map(Into::into),
         }
     }
 }
@@ -174,6 +184,7 @@ impl From<TenantGpuDict> for TenantGpu {
                     memory_used,
                 })
                 .collect(),
+            time: dict.time.map(Into::into),
         }
     }
 }
@@ -306,6 +317,10 @@ mod tests {
                     comm: "python3".into(),
                     memory_used: 3,
                 }],
+                time: Some(crate::control::TenantTime {
+                    weight: 300,
+                    ..Default::default()
+                }),
             }],
         }
     }

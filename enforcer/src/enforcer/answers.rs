@@ -10,10 +10,11 @@ use super::{Enforcer, EnforcerError};
 use crate::{
     config::MemoryBackend,
     control::{
-        Backend, BackendState, Control, ControlError, Finding, Gpu, Notice, PolicyLoaded,
+        Backend, BackendState, Control, ControlError, Finding, Gpu, Held, Notice, PolicyLoaded,
         ProcessUse, QuotaChange, Tenant, TenantGpu, Verdict,
     },
     doctor,
+    time::Reason,
 };
 
 /// Charged bytes of processes by tenant index and GPU.
@@ -102,7 +103,7 @@ impl Control for Enforcer {
     fn set_quota(&self, change: &QuotaChange) -> Result<PathBuf, ControlError> {
         self.known_tenant(&change.tenant)?;
         if let Some(gpu) = &change.gpu {
-            self.known_gpu(gpu)?;
+            self.known_gpus(gpu)?;
         }
         self.change_properties(change).map_err(control_error)
     }
@@ -115,6 +116,14 @@ impl Control for Enforcer {
 
     fn reload(&self) -> Result<PolicyLoaded, ControlError> {
         self.reload_policy().map_err(control_error)
+    }
+
+    fn freeze(&self, tenant: &str, gpu: Option<&str>) -> Result<Held, ControlError> {
+        self.hold(tenant, gpu, Reason::Command, true)
+    }
+
+    fn thaw(&self, tenant: &str, gpu: Option<&str>) -> Result<Held, ControlError> {
+        self.hold(tenant, gpu, Reason::Command, false)
     }
 
     fn doctor(&self) -> Vec<Finding> {
@@ -188,20 +197,29 @@ impl Enforcer {
         self.enforcing
     }
 
-    fn known_tenant(&self, name: &str) -> Result<(), ControlError> {
+    pub(super) fn known_tenant(&self, name: &str) -> Result<(), ControlError> {
         if self.read().policy.tenants.contains_key(name) {
             return Ok(());
         }
         Err(ControlError::NoSuchTenant(name.to_owned()))
     }
 
-    fn known_gpu(&self, selector: &str) -> Result<(), ControlError> {
-        let known = gpuquota_policy::GpuSelector::parse(selector)
-            .is_ok_and(|selector| self.host.gpus.iter().any(|gpu| selector.matches(gpu)));
-        if known {
-            return Ok(());
+    /// Indices of the GPUs that a selector names.
+    pub(super) fn known_gpus(&self, selector: &str) -> Result<Vec<u32>, ControlError> {
+        let found: Vec<u32> = gpuquota_policy::GpuSelector::parse(selector)
+            .into_iter()
+            .flat_map(|selector| {
+                self.host
+                    .gpus
+                    .iter()
+                    .filter(move |gpu| selector.matches(gpu))
+            })
+            .map(|gpu| gpu.index)
+            .collect();
+        if found.is_empty() {
+            return Err(ControlError::NoSuchGpu(selector.to_owned()));
         }
-        Err(ControlError::NoSuchGpu(selector.to_owned()))
+        Ok(found)
     }
 
     fn holdings(&self) -> Holdings {
@@ -248,6 +266,7 @@ impl Enforcer {
                     denials: usage.denials,
                     breaches: usage.breaches,
                     processes,
+                    time: self.time.status(index, gpu.index),
                 })
             })
             .collect();

@@ -70,6 +70,7 @@ impl Enforcer {
         }
         self.find_cgroups()?;
         self.reseat()?;
+        self.tell_time_rules();
         Ok(next)
     }
 
@@ -229,6 +230,7 @@ impl Enforcer {
         }
         if moved > 0 {
             warn!(moved, "objects came to another tenant");
+            self.time.resync();
         }
         Ok(())
     }

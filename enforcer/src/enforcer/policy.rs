@@ -207,9 +207,6 @@ fn without_effect(policy: &Policy, host: &Host) -> Vec<String> {
         if budget.launch.max.is_some() {
             say("launch.max", "launches are not paced");
         }
-        if budget.time.max.is_some() {
-            say("time.max", "GPU time has no ceiling");
-        }
     }
     found
 }

@@ -40,6 +40,8 @@ impl Enforcer {
             Reaper::spawn(move |gone| enforcer.processes_gone(&gone))
                 .map_err(system("starting the reaper thread"))?
         };
+        // Before anything else: nobody stays frozen because an earlier daemon is gone.
+        self.start_time()?;
         // What happened while no daemon was there.
         self.sweep();
         for (tgid, _) in self.kernel.processes() {
@@ -103,6 +105,7 @@ impl Enforcer {
     }
 
     fn handle(&self, event: &Event, reaper: &Reaper) {
+        self.time.event(event);
         let outcome = match event.kind {
             kind::PROCESS_NEW | kind::PROCESS_EXIT => {
                 reaper.watch(event.tgid);
@@ -168,8 +171,11 @@ impl Enforcer {
     }
 
     fn processes_gone(&self, gone: &BTreeSet<u32>) {
-        if let Err(error) = lifecycle::release_processes(&self.kernel, gone, &self.processes) {
+        if let Err(error) = lifecycle::release_processes(&self.kernel, gone, &*self.processes) {
             error!(%error, ?gone, "charges of dead processes are left for the next sweep");
+        }
+        if !gone.is_empty() {
+            self.time.resync();
         }
     }
 
@@ -199,17 +205,18 @@ impl Enforcer {
     }
 
     fn release_closed_clients(&self) {
-        for client in lifecycle::closed_clients(&self.kernel, &self.processes) {
+        for client in lifecycle::closed_clients(&self.kernel, &*self.processes) {
             debug!(?client, "its file is closed");
             if let Err(error) = lifecycle::release_subtree(&self.kernel, client) {
                 error!(%error, ?client, "charges of a closed client are left for the next sweep");
             }
+            self.time.resync();
         }
     }
 
     /// Finds what no event told: processes that are gone, clients whose file is closed.
     pub(super) fn sweep(&self) {
-        self.processes_gone(&lifecycle::dead_processes(&self.kernel, &self.processes));
+        self.processes_gone(&lifecycle::dead_processes(&self.kernel, &*self.processes));
         self.release_closed_clients();
     }
 
@@ -242,6 +249,7 @@ impl Enforcer {
         if let Err(error) = self.find_cgroups().and_then(|()| self.reseat()) {
             error!(%error, "cgroups could not be looked at again");
         }
+        self.time.resync();
     }
 }
 
@@ -254,6 +262,7 @@ impl Watch {
         {
             error!("the event thread panicked");
         }
+        self.enforcer.time.stop();
     }
 }
 

@@ -1,12 +1,9 @@
 //! GPU time used: pure.
 //!
-//! NVML tells the use of a GPU by process as percentages of spans. [`spans`] turns them into time, [`Meter`] adds
+//! NVML tells the use of a GPU by process as percentages of spans. [`Answers`] turns them into time, [`Meter`] adds
 //! up what belongs to one tenant on one GPU.
 
-use std::{
-    collections::{BTreeSet, VecDeque},
-    time::Duration,
-};
+use std::{collections::VecDeque, time::Duration};
 
 /// Longest history that a [`Meter`] keeps.
 const KEPT: Duration = Duration::from_secs(60);
@@ -35,33 +32,93 @@ pub struct Busy {
     pub busy_us: u64,
 }
 
-/// Turns the answer to "what since `since_us`" into time.
+/// Samples that end this close to each other belong to the same span, microseconds.
+const SAME_SPAN_US: u64 = 10_000;
+/// A span is taken to be no longer than this, microseconds, before it is known how long they are.
+const LONGEST_SPAN_US: u64 = 1_000_000;
+/// Samples come with a delay; what is older than this when asked for is not waited for, microseconds.
+const LATEST_US: u64 = 3_000_000;
+
+/// Follows the answers about one GPU, and turns them into time.
 ///
-/// The driver answers with one sample per process and span, or with one per process over all that time; both
-/// follow from when the spans end. A process that is left out was idle.
-pub fn spans(since_us: u64, samples: &[Sample]) -> Vec<Busy> {
-    let ends: BTreeSet<u64> = samples
-        .iter()
-        .map(|sample| sample.at_us)
-        .filter(|end| *end > since_us)
-        .collect();
-    samples
-        .iter()
-        .filter(|sample| sample.at_us > since_us)
-        .map(|sample| {
-            let from_us = ends
-                .range(..sample.at_us)
-                .next_back()
-                .copied()
-                .unwrap_or(since_us);
-            Busy {
-                tgid: sample.tgid,
-                from_us,
-                to_us: sample.at_us,
-                busy_us: (sample.at_us - from_us) * u64::from(sample.percent.min(100)) / 100,
-            }
-        })
-        .collect()
+/// The driver answers "what since then" with one sample per process and span, or with one per process over all
+/// that time. Both follow from when the spans end. A process that is left out was idle, and so was the time before
+/// the first span after a silence.
+#[derive(Clone, Debug)]
+pub struct Answers {
+    since_us: u64,
+    /// How far spans are apart.
+    apart_us: Option<u64>,
+}
+
+impl Answers {
+    /// Starts to count at `now_us`, microseconds since 1970.
+    pub fn new(now_us: u64) -> Self {
+        Self {
+            since_us: now_us,
+            apart_us: None,
+        }
+    }
+
+    /// What to ask for.
+    pub fn since(&self) -> u64 {
+        self.since_us
+    }
+
+    /// Takes an answer that was asked for at `asked_us`.
+    pub fn take(&mut self, asked_us: u64, samples: &[Sample]) -> Vec<Busy> {
+        let mut ends: Vec<u64> = samples
+            .iter()
+            .map(|sample| sample.at_us)
+            .filter(|end| *end > self.since_us)
+            .collect();
+        ends.sort_unstable();
+        ends.dedup_by(|later, earlier| *later - *earlier < SAME_SPAN_US);
+        let starts: Vec<u64> = ends
+            .iter()
+            .scan(self.since_us, |before, end| {
+                let apart = end - *before;
+                let start = match self.apart_us {
+                    Some(known) => (*before).max(end.saturating_sub(known + known / 2)),
+                    None => (*before).max(end.saturating_sub(LONGEST_SPAN_US)),
+                };
+                if apart >= SAME_SPAN_US {
+                    self.apart_us = Some(self.apart_us.map_or(apart, |known| {
+                        // Slowly up, so that one long silence does not count as the rule.
+                        if apart < known {
+                            apart
+                        } else {
+                            known + (apart - known).min(known / 8)
+                        }
+                    }));
+                }
+                *before = *end;
+                Some(start)
+            })
+            .collect();
+        let busy = samples
+            .iter()
+            .filter(|sample| sample.at_us > self.since_us)
+            .filter_map(|sample| {
+                let span = ends
+                    .partition_point(|end| *end <= sample.at_us)
+                    .checked_sub(1)?;
+                let (from_us, to_us) = (starts[span], ends[span]);
+                Some(Busy {
+                    tgid: sample.tgid,
+                    from_us,
+                    to_us,
+                    busy_us: (to_us - from_us) * u64::from(sample.percent.min(100)) / 100,
+                })
+            })
+            .collect();
+        let newest = samples.iter().map(|sample| sample.at_us).max();
+        self.since_us = self
+            .since_us
+            .max(newest.unwrap_or(0))
+            .max(asked_us.saturating_sub(LATEST_US));
+        busy
+    }
 }
 
 /// GPU time of one tenant on one GPU.
@@ -135,39 +192,66 @@ mod tests {
         }
     }
 
+    fn times(answers: &mut Answers, asked_us: u64, samples: &[Sample]) -> Vec<u64> {
+        answers
+            .take(asked_us, samples)
+            .iter()
+            .map(|busy| busy.busy_us)
+            .collect()
+    }
+
     #[test]
     fn one_sample_covers_all_the_time_that_was_asked_for() {
-        let busy = spans(
-            SECOND,
-            &[sample(1, 2 * SECOND, 30), sample(2, 2 * SECOND, 70)],
+        let mut answers = Answers::new(SECOND);
+        let first = [sample(1, 2 * SECOND, 30), sample(2, 2 * SECOND + 40, 70)];
+        assert_eq!(
+            times(&mut answers, 2 * SECOND + 100, &first),
+            [300_000, 700_000]
         );
-        assert_eq!(busy[0].busy_us, 300_000);
-        assert_eq!(busy[1].busy_us, 700_000);
+        assert_eq!(answers.since(), 2 * SECOND + 40);
+        // Asked more often than the driver samples: nothing new, and nothing lost.
+        assert!(times(&mut answers, 2 * SECOND + 500_000, &[]).is_empty());
+        assert_eq!(answers.since(), 2 * SECOND + 40);
+        let later = [sample(1, 3 * SECOND + 40, 50)];
+        assert_eq!(times(&mut answers, 3 * SECOND + 100, &later), [500_000]);
     }
 
     #[test]
     fn several_samples_follow_each_other() {
-        let busy = spans(
-            SECOND,
-            &[
-                sample(1, SECOND + 100_000, 100),
-                sample(2, SECOND + 200_000, 50),
-                sample(1, SECOND + 300_000, 10),
-            ],
+        let samples = [
+            sample(1, SECOND + 100_000, 100),
+            sample(2, SECOND + 200_000, 50),
+            sample(1, SECOND + 300_000, 10),
+        ];
+        let mut answers = Answers::new(SECOND);
+        assert_eq!(
+            times(&mut answers, 2 * SECOND, &samples),
+            [100_000, 50_000, 10_000]
         );
-        let times: Vec<u64> = busy.iter().map(|busy| busy.busy_us).collect();
-        assert_eq!(times, [100_000, 50_000, 10_000]);
     }
 
     #[test]
     fn what_was_counted_before_is_not_counted_again() {
-        assert!(
-            spans(
-                SECOND,
-                &[sample(1, SECOND, 100), sample(1, SECOND - 1, 100)]
-            )
-            .is_empty()
+        let mut answers = Answers::new(SECOND);
+        let old = [sample(1, SECOND, 100), sample(1, SECOND - 1, 100)];
+        assert!(times(&mut answers, SECOND, &old).is_empty());
+    }
+
+    #[test]
+    fn a_span_after_a_silence_does_not_count_the_silence() {
+        let mut answers = Answers::new(SECOND);
+        let busy = [
+            sample(1, SECOND + 100_000, 100),
+            sample(1, SECOND + 200_000, 100),
+        ];
+        times(&mut answers, SECOND + 250_000, &busy);
+        assert!(times(&mut answers, 60 * SECOND, &[]).is_empty());
+        let after = times(
+            &mut answers,
+            60 * SECOND + 100_000,
+            &[sample(1, 60 * SECOND + 50_000, 100)],
         );
+        assert_eq!(after, [150_000]);
     }
 
     #[test]
@@ -204,13 +288,13 @@ mod tests {
                 .map(|(index, percent)| sample(1, SECOND + 100_000 * (index as u64 + 1), *percent))
                 .collect();
             let mut meter = Meter::default();
-            let (mut since, mut at) = (SECOND, 0);
+            let (mut answers, mut at) = (Answers::new(SECOND), 0);
             for cut in cuts.iter().cycle() {
                 let end = (at + cut).min(samples.len());
-                for busy in spans(since, &samples[..end]) {
+                let asked = samples[end - 1].at_us;
+                for busy in answers.take(asked, &samples[..end]) {
                     meter.add(busy);
                 }
-                since = samples[end - 1].at_us;
                 at = end;
                 if at == samples.len() {
                     break;

@@ -88,6 +88,7 @@ impl ActError {
 #[derive(Debug)]
 pub struct Reach {
     tgid: u32,
+    started: u64,
     pidfd: OwnedFd,
 }
 
@@ -111,7 +112,16 @@ impl Reach {
         if started.is_some_and(|started| started != now) {
             return Err(gone());
         }
-        Ok(Self { tgid, pidfd })
+        Ok(Self {
+            tgid,
+            started: now,
+            pidfd,
+        })
+    }
+
+    /// When the process was started, clock ticks since boot.
+    pub fn started(&self) -> u64 {
+        self.started
     }
 
     /// The process.

@@ -23,6 +23,8 @@ pub struct Held {
     pub client: u32,
     /// The fd of the process through which the client was made.
     pub fd: u32,
+    /// Tenant that the process is in, or [`NO_TENANT`](gpuquota_common::map::NO_TENANT).
+    pub tenant: u32,
     /// A subdevice, through which channels can be disabled.
     pub subdevice: Option<u32>,
     /// The channel groups, by handle.
@@ -137,6 +139,7 @@ impl Registry {
                 .or_insert_with(|| Held {
                     client: key.client,
                     fd,
+                    tenant: object.tenant,
                     ..Held::default()
                 });
             match object.kind {

@@ -6,9 +6,19 @@
 pub mod account;
 pub mod act;
 pub mod ceiling;
+pub mod controller;
+pub mod engine;
+pub mod gpu;
 pub mod handles;
 pub mod latency;
+pub mod levers;
 pub mod pressure;
 pub mod priority;
 pub mod release;
+pub mod rules;
 pub mod slices;
+pub mod utilization;
+
+pub use controller::{HoldError, Parts, TimeControl};
+pub use engine::Settings;
+pub use rules::{Reason, rules};

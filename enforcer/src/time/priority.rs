@@ -1,13 +1,13 @@
 //! Exclusive classes: pure.
 //!
-//! While a tenant of a class marked `exclusive` is active on a GPU, tenants of lower classes are frozen there. Nobody
-//! starves: who was kept out for `time.starve-max` runs for a moment.
+//! While a tenant of a class marked `exclusive` is active on a GPU, tenants of lower classes are kept out of it: frozen.
+//! Nobody starves: who was kept out for `time.starve-max` runs for a moment.
 
 use std::{collections::BTreeMap, time::Duration};
 
-/// A tenant on one GPU.
+/// A tenant on one GPU and its class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Contender {
+pub struct Ranked {
     /// Index of the tenant.
     pub tenant: u32,
     /// Priority of its class; larger wins.
@@ -16,6 +16,27 @@ pub struct Contender {
     pub exclusive: bool,
     /// Whether it has used the GPU lately.
     pub active: bool,
+}
+
+/// Tenants of classes below the highest exclusive one that is active.
+pub fn outranked(tenants: &[Ranked]) -> Vec<u32> {
+    let top = tenants
+        .iter()
+        .filter(|tenant| tenant.exclusive && tenant.active)
+        .map(|tenant| tenant.priority)
+        .max();
+    tenants
+        .iter()
+        .filter(|tenant| top.is_some_and(|top| tenant.priority < top))
+        .map(|tenant| tenant.tenant)
+        .collect()
+}
+
+/// A tenant that is to be kept out of a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Unwanted {
+    /// Index of the tenant.
+    pub tenant: u32,
     /// How long it may be kept out.
     pub starve_max: Duration,
 }
@@ -29,9 +50,9 @@ enum Turn {
     Breath(Duration),
 }
 
-/// Controller of one GPU. Times are on any clock that does not go back.
+/// Keeps tenants out of one GPU, and lets nobody starve. Times are on any clock that does not go back.
 #[derive(Clone, Debug, Default)]
-pub struct Exclusive {
+pub struct Door {
     turns: BTreeMap<u32, Turn>,
 }
 
@@ -44,28 +65,16 @@ pub struct Orders {
     pub next: Option<Duration>,
 }
 
-impl Exclusive {
+impl Door {
     /// Decides at `now`; a tenant that starved runs for `breath`.
-    pub fn decide(&mut self, now: Duration, breath: Duration, contenders: &[Contender]) -> Orders {
-        let top = contenders
-            .iter()
-            .filter(|contender| contender.exclusive && contender.active)
-            .map(|contender| contender.priority)
-            .max();
-        self.turns.retain(|tenant, _| {
-            contenders
-                .iter()
-                .any(|contender| contender.tenant == *tenant)
-        });
+    pub fn decide(&mut self, now: Duration, breath: Duration, unwanted: &[Unwanted]) -> Orders {
+        self.turns
+            .retain(|tenant, _| unwanted.iter().any(|unwanted| unwanted.tenant == *tenant));
         let mut orders = Orders::default();
-        for contender in contenders {
-            if top.is_none_or(|top| contender.priority >= top) {
-                self.turns.remove(&contender.tenant);
-                continue;
-            }
-            let turn = self.turns.entry(contender.tenant).or_insert(Turn::Out(now));
+        for Unwanted { tenant, starve_max } in unwanted {
+            let turn = self.turns.entry(*tenant).or_insert(Turn::Out(now));
             match *turn {
-                Turn::Out(since) if now >= since + contender.starve_max => {
+                Turn::Out(since) if now >= since + *starve_max => {
                     *turn = Turn::Breath(now + breath)
                 }
                 Turn::Breath(until) if now >= until => *turn = Turn::Out(now),
@@ -73,8 +82,8 @@ impl Exclusive {
             }
             let next = match *turn {
                 Turn::Out(since) => {
-                    orders.out.push(contender.tenant);
-                    since + contender.starve_max
+                    orders.out.push(*tenant);
+                    since + *starve_max
                 }
                 Turn::Breath(until) => until,
             };
@@ -93,13 +102,12 @@ mod tests {
     const BREATH: Duration = Duration::from_millis(10);
     const STARVE: Duration = Duration::from_secs(1);
 
-    fn contender(tenant: u32, priority: u32, exclusive: bool, active: bool) -> Contender {
-        Contender {
+    fn ranked(tenant: u32, priority: u32, exclusive: bool, active: bool) -> Ranked {
+        Ranked {
             tenant,
             priority,
             exclusive,
             active,
-            starve_max: STARVE,
         }
     }
 
@@ -109,57 +117,59 @@ mod tests {
 
     #[test]
     fn lower_classes_are_out_while_an_exclusive_one_is_active() {
-        let mut exclusive = Exclusive::default();
         let mut all = [
-            contender(1, 100, true, true),
-            contender(2, 50, false, true),
-            contender(3, 0, false, true),
-            contender(4, 100, false, true),
+            ranked(1, 100, true, true),
+            ranked(2, 50, false, true),
+            ranked(3, 0, false, true),
+            ranked(4, 100, false, true),
         ];
-        assert_eq!(exclusive.decide(at(0), BREATH, &all).out, [2, 3]);
+        assert_eq!(outranked(&all), [2, 3]);
         all[0].active = false;
-        assert_eq!(exclusive.decide(at(5), BREATH, &all), Orders::default());
+        assert!(outranked(&all).is_empty());
     }
 
     #[test]
     fn a_class_that_is_not_exclusive_keeps_nobody_out() {
-        let all = [contender(1, 100, false, true), contender(2, 0, false, true)];
-        assert!(
-            Exclusive::default()
-                .decide(at(0), BREATH, &all)
-                .out
-                .is_empty()
+        assert!(outranked(&[ranked(1, 100, false, true), ranked(2, 0, false, true)]).is_empty());
+    }
+
+    #[test]
+    fn of_two_exclusive_classes_the_higher_wins() {
+        assert_eq!(
+            outranked(&[ranked(1, 100, true, true), ranked(2, 50, true, true)]),
+            [2]
         );
     }
 
     #[test]
     fn who_starves_runs_for_a_moment() {
-        let mut exclusive = Exclusive::default();
-        let all = [contender(1, 100, true, true), contender(2, 0, false, true)];
-        let first = exclusive.decide(at(0), BREATH, &all);
+        let mut door = Door::default();
+        let all = [Unwanted {
+            tenant: 2,
+            starve_max: STARVE,
+        }];
+        let first = door.decide(at(0), BREATH, &all);
         assert_eq!((first.out, first.next), (vec![2], Some(at(1000))));
-        let second = exclusive.decide(at(1000), BREATH, &all);
+        let second = door.decide(at(1000), BREATH, &all);
         assert_eq!((second.out, second.next), (vec![], Some(at(1010))));
-        let third = exclusive.decide(at(1010), BREATH, &all);
+        let third = door.decide(at(1010), BREATH, &all);
         assert_eq!((third.out, third.next), (vec![2], Some(at(2010))));
+        assert_eq!(door.decide(at(1020), BREATH, &[]), Orders::default());
     }
 
     proptest! {
         /// Whatever the others do, nobody is out for longer than allowed.
         #[test]
         fn nobody_starves(
-            active in prop::collection::vec(any::<bool>(), 1..400),
+            unwanted in prop::collection::vec(any::<bool>(), 1..400),
             starve in 20..500u64,
         ) {
-            let mut exclusive = Exclusive::default();
+            let mut door = Door::default();
             let mut out_since = None;
-            for (step, active) in active.iter().enumerate() {
+            for (step, unwanted) in unwanted.iter().enumerate() {
                 let now = at(10 * step as u64);
-                let all = [
-                    contender(1, 100, true, *active),
-                    Contender { starve_max: at(starve), ..contender(2, 0, false, true) },
-                ];
-                let orders = exclusive.decide(now, BREATH, &all);
+                let all = [Unwanted { tenant: 2, starve_max: at(starve) }];
+                let orders = door.decide(now, BREATH, if *unwanted { &all } else { &[] });
                 if orders.out.is_empty() {
                     out_since = None;
                 } else {

@@ -1,5 +1,10 @@
 //! Thawing what a daemon left frozen.
 
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
+
 use gpuquota_common::{
     map::{DeviceKey, Object, ObjectKey, kind},
     time::{Frozen, FrozenKey},
@@ -8,8 +13,8 @@ use tracing::{info, warn};
 
 use super::act::{Client, Reach};
 use crate::{
-    kernel::{Kernel, KernelError, Leftovers},
-    lifecycle::ProcessView,
+    kernel::{Kernel, KernelError, Leftovers, PinDir},
+    lifecycle::{Proc, ProcessView},
 };
 
 /// Where it is written what is frozen.
@@ -24,7 +29,9 @@ pub trait Ledger {
 
 fn channels(objects: impl Iterator<Item = (ObjectKey, Object)>, client: u32, gpu: u32) -> Vec<u32> {
     objects
-        .filter(|(key, object)| key.client == client && object.kind == kind::CHANNEL && object.gpu == gpu)
+        .filter(|(key, object)| {
+            key.client == client && object.kind == kind::CHANNEL && object.gpu == gpu
+        })
         .map(|(key, _)| key.handle)
         .collect()
 }
@@ -78,6 +85,39 @@ pub fn thaw_all(ledger: &mut dyn Ledger, node: DeviceKey, view: &dyn ProcessView
     thawed
 }
 
+/// Thaws what a daemon that is gone left frozen, from its pins alone. Returns how many clients that were.
+pub fn after_daemon(pins: &PinDir, device_dir: &Path) -> Result<usize, ReleaseError> {
+    let Some(mut leftovers) = Leftovers::open(pins)? else {
+        return Ok(0);
+    };
+    if leftovers.frozen().is_empty() {
+        return Ok(0);
+    }
+    let control = device_dir.join("nvidiactl");
+    let processes = Proc::new(&control).map_err(|source| ReleaseError::Node {
+        path: control,
+        source,
+    })?;
+    let node = processes.control();
+    Ok(thaw_all(&mut leftovers, node, &processes))
+}
+
+/// Why nothing could be thawed.
+#[derive(Debug, thiserror::Error)]
+pub enum ReleaseError {
+    /// The pinned maps cannot be read.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    /// The driver's control node is not there.
+    #[error("{path}: {source}")]
+    Node {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
 fn thaw(
     ledger: &dyn Ledger,
     node: DeviceKey,
@@ -86,7 +126,10 @@ fn thaw(
     frozen: Frozen,
 ) -> Result<(), super::act::ActError> {
     let reach = Reach::open(key.tgid, Some(frozen.started), view)?;
-    let client = Client { handle: key.client, fd: frozen.fd };
+    let client = Client {
+        handle: key.client,
+        fd: frozen.fd,
+    };
     // One at a time where the list is out of date: a channel that is gone must not keep the others frozen.
     let channels = ledger.channels(key.client, key.gpu);
     match reach.set_disabled(node, client, key.subdevice, &channels, false) {

@@ -22,8 +22,6 @@ pub struct Contender {
     pub tgid: u32,
     /// Its contexts; each takes its own turns, so they divide the share of the process.
     pub contexts: u32,
-    /// Longest slice, microseconds, because it is squeezed; `u64::MAX` for none.
-    pub most_us: u64,
 }
 
 /// A tenant with what is on the GPU in it. One without processes, here and inside, takes no part.
@@ -47,7 +45,7 @@ impl Node {
 /// A divided round.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Division {
-    /// Sum of the slices of all contexts before squeezing, microseconds.
+    /// Sum of the slices of all contexts, microseconds.
     pub round_us: u64,
     /// Slice of each context of a process, microseconds.
     pub slices: BTreeMap<u32, u64>,
@@ -89,10 +87,7 @@ pub fn divide(round_us: u64, nodes: &[Node]) -> Division {
         slices: parts
             .iter()
             .zip(&slices)
-            .map(|(part, slice)| {
-                let most = part.process.most_us.max(LEAST_SLICE_US);
-                (part.process.tgid, (*slice).min(most))
-            })
+            .map(|(part, slice)| (part.process.tgid, *slice))
             .collect(),
     }
 }
@@ -179,11 +174,7 @@ mod tests {
     use super::*;
 
     fn process(tgid: u32) -> Contender {
-        Contender {
-            tgid,
-            contexts: 1,
-            most_us: u64::MAX,
-        }
+        Contender { tgid, contexts: 1 }
     }
 
     fn tenant(weight: u32, tgids: &[u32]) -> Node {
@@ -247,16 +238,6 @@ mod tests {
         let steep = divide(10_000, &[tenant(1, &[1]), tenant(10_000, &[2])]);
         assert_eq!(steep.slices[&1], 500);
         assert_eq!(steep.slices[&2], 39_500);
-    }
-
-    #[test]
-    fn a_squeezed_process_has_a_short_slice_and_nobody_else_changes() {
-        let mut nodes = [tenant(50, &[1]), tenant(50, &[2])];
-        nodes[1].own[0].most_us = 800;
-        let division = divide(10_000, &nodes);
-        assert_eq!((division.slices[&1], division.slices[&2]), (5000, 800));
-        nodes[1].own[0].most_us = 1;
-        assert_eq!(divide(10_000, &nodes).slices[&2], LEAST_SLICE_US);
     }
 
     #[test]
@@ -358,7 +339,6 @@ mod tests {
                     own: vec![Contender {
                         tgid: u32::try_from(index).unwrap(),
                         contexts: *contexts,
-                        most_us: u64::MAX,
                     }],
                     inside: Vec::new(),
                 };

@@ -16,8 +16,8 @@ use std::{
 use gpuquota_enforcer::{
     config::Bus,
     control::{
-        Backend, BackendState, Control, ControlError, Finding, Gpu, Notice, PolicyLoaded,
-        ProcessUse, QuotaChange, Server, Tenant, TenantGpu, Verdict, serve,
+        Backend, BackendState, Control, ControlError, Finding, Gpu, Held, Notice, PolicyLoaded,
+        ProcessUse, QuotaChange, Server, Tenant, TenantGpu, Uncontrolled, Verdict, serve,
     },
 };
 use gpuquota_policy::{HostGpu, Layer, Policy, Source};
@@ -199,6 +199,26 @@ impl Control for FakeControl {
         Ok(loaded)
     }
 
+    fn freeze(&self, tenant: &str, gpu: Option<&str>) -> Result<Held, ControlError> {
+        self.tenant(tenant)?;
+        match gpu {
+            None | Some("0" | "1") => {}
+            Some(other) => return Err(ControlError::NoSuchGpu(other.into())),
+        }
+        Ok(Held {
+            frozen: vec![4242, 4243],
+            uncontrolled: vec![Uncontrolled {
+                pid: 4244,
+                why: "no subdevice is known".into(),
+            }],
+        })
+    }
+
+    fn thaw(&self, tenant: &str, _gpu: Option<&str>) -> Result<Held, ControlError> {
+        self.tenant(tenant)?;
+        Ok(Held::default())
+    }
+
     fn doctor(&self) -> Vec<Finding> {
         let running = self.running.fetch_add(1, Ordering::SeqCst) + 1;
         self.most_running.fetch_max(running, Ordering::SeqCst);
@@ -247,6 +267,7 @@ fn tenants() -> Vec<Tenant> {
         denials: u64::from(gpu == 0) * 3,
         breaches: 0,
         processes: Vec::new(),
+        time: None,
     };
     let mut on_zero = gpu(0, Some(40 * GIB), 12 * GIB + GIB / 2);
     on_zero.processes = vec![

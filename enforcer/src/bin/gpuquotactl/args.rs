@@ -94,6 +94,10 @@ The change takes effect at once and is kept in a drop-in; files of the administr
         #[arg(value_name = "KEY")]
         properties: Vec<String>,
     },
+    /// Stop a tenant's work on the GPU; it goes on where it was when the tenant is thawed
+    Freeze(Hold),
+    /// Let a frozen tenant go on
+    Thaw(Hold),
     /// Make the daemon read the policy files again
     Reload(Json),
     /// Show events as they happen, until interrupted
@@ -124,6 +128,16 @@ The change takes effect at once and is kept in a drop-in; files of the administr
     /// Print the state of the daemon for a bug report
     #[command(hide = true)]
     DumpState,
+}
+
+/// Whom to freeze or thaw.
+#[derive(Debug, Args)]
+pub struct Hold {
+    /// Name of the tenant
+    pub tenant: String,
+    /// One GPU, by index or UUID, instead of all
+    #[arg(long)]
+    pub gpu: Option<String>,
 }
 
 /// For verbs that only read.

@@ -1,8 +1,12 @@
 //! Verbs that change something: set-property, reset-property, reload.
 
-use gpuquota_enforcer::{client::Client, control::QuotaChange};
+use gpuquota_enforcer::{
+    client::Client,
+    control::{Held, QuotaChange},
+};
 
 use crate::{
+    args::Hold,
     error::Error,
     output::{clean, counted, print, print_json},
 };
@@ -21,6 +25,38 @@ pub async fn set(client: &Client, change: &QuotaChange) -> Result<(), Error> {
 /// `reset-property`
 pub async fn reset(client: &Client, tenant: &str, properties: &[String]) -> Result<(), Error> {
     Ok(client.reset_quota(tenant, properties).await?)
+}
+
+/// `freeze`
+pub async fn freeze(client: &Client, hold: &Hold) -> Result<(), Error> {
+    let held = client.freeze(&hold.tenant, hold.gpu.as_deref()).await?;
+    report_uncontrolled(&held);
+    print(&format!(
+        "{} is frozen: {}.\n",
+        clean(&hold.tenant),
+        counted(held.frozen.len(), "process with GPU contexts")
+    ))
+}
+
+/// `thaw`
+pub async fn thaw(client: &Client, hold: &Hold) -> Result<(), Error> {
+    let held = client.thaw(&hold.tenant, hold.gpu.as_deref()).await?;
+    report_uncontrolled(&held);
+    if held.frozen.is_empty() {
+        return print(&format!("{} goes on.\n", clean(&hold.tenant)));
+    }
+    print(&format!(
+        "{} is frozen for another reason, see `gpuquotactl status {}`: {}.\n",
+        clean(&hold.tenant),
+        clean(&hold.tenant),
+        counted(held.frozen.len(), "process with GPU contexts")
+    ))
+}
+
+fn report_uncontrolled(held: &Held) {
+    for process in &held.uncontrolled {
+        eprintln!("process {}: {}", process.pid, clean(&process.why));
+    }
 }
 
 /// `reload`

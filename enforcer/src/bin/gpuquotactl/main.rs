@@ -71,6 +71,8 @@ async fn dispatch(bus: &Bus, verb: Verb) -> Result<(), Error> {
         Verb::ResetProperty { tenant, properties } => {
             change::reset(&connect().await?, &tenant, &properties).await
         }
+        Verb::Freeze(hold) => change::freeze(&connect().await?, &hold).await,
+        Verb::Thaw(hold) => change::thaw(&connect().await?, &hold).await,
         Verb::Reload(json) => change::reload(&connect().await?, json.json).await,
         Verb::Monitor { tenant, json } => {
             monitor::monitor(&connect().await?, tenant.as_deref(), json.json).await

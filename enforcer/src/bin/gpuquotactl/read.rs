@@ -212,6 +212,10 @@ fn one_text(tenant: &Tenant, screen: Screen) -> String {
     text.push_str(&table.render(screen));
     text.push_str(&breaches(tenant, screen));
 
+    if let Some(time) = time_text(tenant, screen) {
+        text.push('\n');
+        text.push_str(&time);
+    }
     if tenant.gpus.iter().any(|gpu| !gpu.processes.is_empty()) {
         let mut table = Table::new(&[
             ("GPU", Align::Right),
@@ -235,6 +239,57 @@ fn one_text(tenant: &Tenant, screen: Screen) -> String {
         text.push_str(&table.render(screen));
     }
     text
+}
+
+/// GPU time by GPU; `None` where it is not controlled.
+fn time_text(tenant: &Tenant, screen: Screen) -> Option<String> {
+    let mut table = Table::new(&[
+        ("GPU", Align::Right),
+        ("WEIGHT", Align::Right),
+        ("TIME MAX", Align::Right),
+        ("LAST 1s", Align::Right),
+        ("10s", Align::Right),
+        ("60s", Align::Right),
+        ("GPU TIME", Align::Right),
+        ("WAITED 10s", Align::Right),
+        ("FROZEN", Align::Left),
+    ]);
+    let mut notes = String::new();
+    let mut any = false;
+    for gpu in &tenant.gpus {
+        let Some(time) = &gpu.time else { continue };
+        any = true;
+        let (frozen, style) = if time.frozen.is_empty() {
+            ("no".to_owned(), Style::Plain)
+        } else {
+            (time.frozen.join(", "), Style::Warn)
+        };
+        table.row([
+            (gpu.gpu.to_string(), Style::Plain),
+            (time.weight.to_string(), Style::Plain),
+            (time.max.map_or_else(|| "-".into(), percent), Style::Plain),
+            (percent(time.share_1s), Style::Plain),
+            (percent(time.share_10s), Style::Plain),
+            (percent(time.share_60s), Style::Plain),
+            (format!("{:.1} s", time.used.as_secs_f64()), Style::Plain),
+            (percent(time.pressure.some.avg10), Style::Plain),
+            (frozen, style),
+        ]);
+        for process in &time.uncontrolled {
+            let text = format!(
+                "GPU {}: the time of process {} is not controlled: {}",
+                gpu.gpu,
+                process.pid,
+                clean(&process.why)
+            );
+            let _ = writeln!(notes, "{}", screen.paint(Style::Warn, &text));
+        }
+    }
+    any.then(|| table.render(screen) + &notes)
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.1} %", 100.0 * share)
 }
 
 #[derive(Serialize)]

@@ -1,0 +1,504 @@
+//! The thread that keeps GPU time as it should be.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    path::PathBuf,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+        mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError},
+    },
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+use gpuquota_common::{
+    event::{Event, kind},
+    map::{DeviceKey, ObjectKey},
+};
+use tracing::{error, info, warn};
+
+use super::{
+    engine::{Engine, Levers as _, Settings},
+    handles::Place,
+    levers::DriverLevers,
+    release,
+    rules::{Reason, Rules},
+    utilization::{self, Questions, Utilization},
+};
+use crate::{
+    control::{TenantTime, Uncontrolled},
+    kernel::Kernel,
+    lifecycle::Proc,
+};
+
+/// Messages that may wait. More than that, and everything is looked at anew instead.
+const INBOX: usize = 16384;
+/// How long a command to freeze or thaw may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// How often what users see is written anew.
+const PUBLISH: Duration = Duration::from_millis(200);
+
+enum Message {
+    Event(Event),
+    Rules(Rules),
+    Resync,
+    Utilization(Utilization),
+    Launched(u32, Duration),
+    Hold(Hold),
+    GiveUp(Place, String),
+    Stop,
+}
+
+/// An order to freeze or thaw.
+struct Hold {
+    tenant: String,
+    gpus: Vec<u32>,
+    reason: Reason,
+    on: bool,
+    done: SyncSender<Held>,
+}
+
+/// What came of an order to freeze or thaw.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Processes of the tenant that are frozen now.
+    pub frozen: Vec<u32>,
+    /// Processes of the tenant that are out of reach, and why.
+    pub out_of_reach: Vec<(u32, String)>,
+}
+
+/// Why an order was not carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HoldError {
+    /// Time is not controlled at all.
+    #[error("GPU time is not controlled: the driver version is not known; see gpu.accept-driver")]
+    Off,
+    /// The thread does not answer.
+    #[error("the driver did not carry it out within {PATIENCE:?}")]
+    Timeout,
+}
+
+/// What users see, by tenant index and GPU.
+type Status = BTreeMap<(u32, u32), TenantTime>;
+
+#[derive(Default)]
+struct Shared {
+    status: Mutex<Status>,
+    /// Messages were lost: look at everything.
+    resync: AtomicBool,
+}
+
+/// What the thread needs.
+pub struct Parts {
+    /// The kernel side.
+    pub kernel: Arc<Kernel>,
+    /// Processes of the host.
+    pub processes: Arc<Proc>,
+    /// The driver's control node.
+    pub node: DeviceKey,
+    /// Round and period.
+    pub settings: Settings,
+    /// The NVML library.
+    pub library: Option<PathBuf>,
+}
+
+/// The thread, seen from outside. Does nothing until it is started.
+pub struct TimeControl {
+    inbox: SyncSender<Message>,
+    waiting: Mutex<Option<Receiver<Message>>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    shared: Arc<Shared>,
+    started: AtomicBool,
+}
+
+impl Default for TimeControl {
+    fn default() -> Self {
+        let (inbox, waiting) = mpsc::sync_channel(INBOX);
+        Self {
+            inbox,
+            waiting: Mutex::new(Some(waiting)),
+            thread: Mutex::new(None),
+            shared: Arc::default(),
+            started: AtomicBool::new(false),
+        }
+    }
+}
+
+impl TimeControl {
+    /// Thaws what an earlier daemon left frozen, and starts the thread.
+    pub fn start(&self, parts: Parts) -> io::Result<()> {
+        let Some(inbox) = take(&self.waiting) else {
+            return Ok(());
+        };
+        release::thaw_all(&mut &*parts.kernel, parts.node, &*parts.processes);
+        let questions = Arc::new(Questions::default());
+        let sender = self.inbox.clone();
+        let interval = parts.settings.period.max(Duration::from_millis(100));
+        utilization::spawn(
+            Arc::clone(&questions),
+            parts.library.clone(),
+            interval,
+            move |news| {
+                !matches!(
+                    sender.try_send(Message::Utilization(news)),
+                    Err(TrySendError::Disconnected(_))
+                )
+            },
+        )?;
+        let shared = Arc::clone(&self.shared);
+        let thread = thread::Builder::new()
+            .name("time".into())
+            .spawn(move || Worker::new(parts, shared, questions).run(&inbox))?;
+        *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        self.started.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Thaws everybody and ends the thread.
+    pub fn stop(&self) {
+        let Some(thread) = take(&self.thread) else {
+            return;
+        };
+        // A full inbox is being emptied: wait for room.
+        let _ = self.inbox.send(Message::Stop);
+        if thread.join().is_err() {
+            error!("the time thread panicked");
+        }
+    }
+
+    fn tell(&self, message: Message) {
+        if self.started.load(Ordering::Relaxed)
+            && matches!(self.inbox.try_send(message), Err(TrySendError::Full(_)))
+        {
+            self.shared.resync.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Something happened in the kernel.
+    pub fn event(&self, event: &Event) {
+        if matches!(
+            event.kind,
+            kind::CHANNEL_NEW | kind::SUBTREE_FREED | kind::OWN_CONTROL
+        ) {
+            self.tell(Message::Event(*event));
+        }
+    }
+
+    /// Objects have changed in ways that no event tells.
+    pub fn resync(&self) {
+        self.tell(Message::Resync);
+    }
+
+    /// A policy came into force.
+    pub fn rules(&self, rules: Rules) {
+        if self.started.load(Ordering::Relaxed) {
+            // Not to be lost; there is room soon.
+            let _ = self.inbox.send(Message::Rules(rules));
+        }
+    }
+
+    /// A process launched work: its tenant counts as active for `linger`.
+    pub fn launched(&self, tgid: u32, linger: Duration) {
+        self.tell(Message::Launched(tgid, linger));
+    }
+
+    /// A process is known to be out of reach.
+    pub fn give_up(&self, gpu: u32, tgid: u32, why: String) {
+        self.tell(Message::GiveUp(Place { gpu, tgid }, why));
+    }
+
+    /// Freezes or thaws a tenant on some GPUs, and waits until it is done.
+    pub fn hold(
+        &self,
+        tenant: &str,
+        gpus: Vec<u32>,
+        reason: Reason,
+        on: bool,
+    ) -> Result<Held, HoldError> {
+        if !self.started.load(Ordering::Relaxed) {
+            return Err(HoldError::Off);
+        }
+        let (done, answer) = mpsc::sync_channel(1);
+        let hold = Hold {
+            tenant: tenant.to_owned(),
+            gpus,
+            reason,
+            on,
+            done,
+        };
+        self.inbox
+            .send(Message::Hold(hold))
+            .map_err(|_| HoldError::Off)?;
+        answer
+            .recv_timeout(PATIENCE)
+            .map_err(|_| HoldError::Timeout)
+    }
+
+    /// What users see of a tenant on a GPU.
+    pub fn status(&self, tenant: u32, gpu: u32) -> Option<TenantTime> {
+        self.shared
+            .status
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&(tenant, gpu))
+            .cloned()
+    }
+
+    /// Whether time is controlled.
+    pub fn is_on(&self) -> bool {
+        self.started.load(Ordering::Relaxed)
+    }
+}
+
+fn take<T>(slot: &Mutex<Option<T>>) -> Option<T> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
+
+struct Worker {
+    engine: Engine,
+    levers: DriverLevers,
+    kernel: Arc<Kernel>,
+    shared: Arc<Shared>,
+    questions: Arc<Questions>,
+    asked: BTreeSet<u32>,
+    divided: BTreeSet<u32>,
+    unknown: BTreeSet<u32>,
+    published: Option<Duration>,
+}
+
+impl Worker {
+    fn new(parts: Parts, shared: Arc<Shared>, questions: Arc<Questions>) -> Self {
+        let Parts {
+            kernel,
+            processes,
+            node,
+            settings,
+            ..
+        } = parts;
+        Self {
+            engine: Engine::new(settings),
+            levers: DriverLevers::new(Arc::clone(&kernel), processes, node),
+            kernel,
+            shared,
+            questions,
+            asked: BTreeSet::new(),
+            divided: BTreeSet::new(),
+            unknown: BTreeSet::new(),
+            published: None,
+        }
+    }
+
+    fn run(mut self, inbox: &Receiver<Message>) {
+        self.engine.replace(self.kernel.objects());
+        let mut wait = Duration::ZERO;
+        'serve: loop {
+            let first = match inbox.recv_timeout(wait) {
+                Ok(message) => Some(message),
+                Err(RecvTimeoutError::Timeout) => None,
+                Err(RecvTimeoutError::Disconnected) => break,
+            };
+            let mut holds = Vec::new();
+            for message in first.into_iter().chain(inbox.try_iter().take(INBOX)) {
+                match message {
+                    Message::Stop => break 'serve,
+                    Message::Hold(hold) => {
+                        for gpu in &hold.gpus {
+                            self.engine.hold(&hold.tenant, *gpu, hold.reason, hold.on);
+                        }
+                        holds.push(hold);
+                    }
+                    other => self.take(other),
+                }
+            }
+            if self.shared.resync.swap(false, Ordering::Relaxed) {
+                self.engine.replace(self.kernel.objects());
+            }
+            wait = self.engine.step(&mut self.levers);
+            for hold in holds {
+                // Who asked may have gone.
+                let _ = hold.done.try_send(self.outcome(&hold));
+            }
+            self.ask();
+            let now = self.levers.now();
+            if self.published.is_none_or(|before| now >= before + PUBLISH) {
+                self.published = Some(now);
+                self.publish();
+            }
+        }
+        self.questions.stop();
+        self.engine.thaw_all(&mut self.levers);
+    }
+
+    fn take(&mut self, message: Message) {
+        let now = self.levers.now();
+        match message {
+            Message::Event(event) => self.event(&event, now),
+            Message::Rules(rules) => {
+                self.engine.set_rules(rules);
+                self.published = None;
+            }
+            Message::Resync => self.engine.replace(self.kernel.objects()),
+            Message::Utilization(news) => self.utilization(news, now),
+            Message::Launched(tgid, linger) => self.engine.launched(tgid, now, linger),
+            Message::GiveUp(place, why) => self.engine.give_up(place, why, now),
+            Message::Hold(_) | Message::Stop => {}
+        }
+    }
+
+    fn event(&mut self, event: &Event, now: Duration) {
+        let key = ObjectKey {
+            client: event.client,
+            handle: event.handle,
+        };
+        match event.kind {
+            kind::OWN_CONTROL => self.engine.own_control(event.tgid, key, event.class, now),
+            kind::SUBTREE_FREED => self.engine.remove(key),
+            _ => self.made(key),
+        }
+    }
+
+    /// An object was made; what it hangs below may not be known yet.
+    fn made(&mut self, key: ObjectKey) {
+        let mut handle = key.handle;
+        // Group, device, client: a channel is four levels deep.
+        for _ in 0..6 {
+            let at = ObjectKey {
+                client: key.client,
+                handle,
+            };
+            if handle != key.handle && self.engine.knows(at) {
+                return;
+            }
+            let Some(object) = self.kernel.object(at) else {
+                return;
+            };
+            self.engine.insert(at, object);
+            if handle == key.client {
+                return;
+            }
+            handle = object.parent;
+        }
+    }
+
+    fn utilization(&mut self, news: Utilization, now: Duration) {
+        match news {
+            Utilization::Used {
+                gpu,
+                known_us,
+                busy,
+            } => {
+                self.unknown.remove(&gpu);
+                self.engine
+                    .used(gpu, known_us, &busy, now, self.levers.wall_us());
+            }
+            Utilization::Unknown { gpu, why } => {
+                if self.unknown.insert(gpu) {
+                    warn!(
+                        gpu,
+                        why,
+                        "NVML does not tell GPU time by process: ceilings are kept without measuring"
+                    );
+                }
+                self.engine.unmeasured(gpu);
+            }
+            Utilization::Divided { gpu, divided } => {
+                if divided && self.divided.insert(gpu) {
+                    info!(
+                        gpu,
+                        "is divided into instances (MIG): time is divided inside an instance, and not measured"
+                    );
+                    self.engine.unmeasured(gpu);
+                } else if !divided {
+                    self.divided.remove(&gpu);
+                }
+            }
+        }
+    }
+
+    fn ask(&mut self) {
+        let gpus = self.engine.gpus_in_use();
+        if gpus != self.asked {
+            self.questions.ask_about(gpus.clone());
+            self.asked = gpus;
+        }
+    }
+
+    fn outcome(&self, hold: &Hold) -> Held {
+        let mut held = Held::default();
+        for gpu in &hold.gpus {
+            held.frozen
+                .extend(self.engine.frozen_in(&hold.tenant, *gpu));
+            held.out_of_reach.extend(
+                self.engine
+                    .uncontrolled(*gpu)
+                    .map(|(tgid, why)| (tgid, why.to_owned())),
+            );
+        }
+        held
+    }
+
+    fn publish(&self) {
+        let mut status = Status::new();
+        for (tenant, rules) in self.engine.rules() {
+            for (gpu, rule) in &rules.gpus {
+                let state = self.engine.gpu(*gpu);
+                let mut time = TenantTime {
+                    weight: rule.weight,
+                    max: rule.max,
+                    ..TenantTime::default()
+                };
+                if let Some(state) = state {
+                    let account = state.account(*tenant);
+                    if let Some(account) = account {
+                        let share = |seconds| {
+                            account
+                                .meter
+                                .share(state.known_us(), Duration::from_secs(seconds))
+                        };
+                        time.used = account.meter.total();
+                        time.share_1s = share(1);
+                        time.share_10s = share(10);
+                        time.share_60s = share(60);
+                        time.pressure = account.pressure.into();
+                    }
+                    time.frozen = state
+                        .reasons(self.engine.rules(), *tenant)
+                        .iter()
+                        .map(ToString::to_string)
+                        .collect();
+                    for member in state.members() {
+                        if member.tenant != *tenant {
+                            continue;
+                        }
+                        time.own_controls += self.engine.own_controls(member.tgid);
+                        if let Some(slice) = state.division().slices.get(&member.tgid) {
+                            time.slices.push((member.tgid, *slice));
+                        }
+                    }
+                    time.uncontrolled = self
+                        .engine
+                        .uncontrolled(*gpu)
+                        .filter(|(tgid, _)| {
+                            state
+                                .members()
+                                .iter()
+                                .any(|member| member.tgid == *tgid && member.tenant == *tenant)
+                        })
+                        .map(|(pid, why)| Uncontrolled {
+                            pid,
+                            why: why.to_owned(),
+                        })
+                        .collect();
+                }
+                status.insert((*tenant, *gpu), time);
+            }
+        }
+        *self
+            .shared
+            .status
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = status;
+    }
+}

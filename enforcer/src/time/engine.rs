@@ -1,0 +1,563 @@
+//! The state machine of GPU time: what is known, what should hold, and what has been done about it.
+//!
+//! Everything that acts goes through [`Levers`], so the whole of it runs in tests without a driver.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use gpuquota_common::{
+    map::{NO_TENANT, Object, ObjectKey},
+    nvidia::ctrl,
+};
+use tracing::{debug, info, warn};
+
+use super::{
+    account::Busy,
+    act::{ActError, Client},
+    gpu::{Context, Gpu, Member, chain},
+    handles::{Held, Place, Registry},
+    rules::{Reason, Rules},
+};
+
+/// Longest time between two looks at what is due.
+const IDLE: Duration = Duration::from_millis(250);
+/// The driver carries out a tenant's own control after it was announced; so it is undone only then, and once more
+/// to be sure.
+const REASSERT: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(60)];
+/// A process that could not be controlled is tried again after this time.
+const TRY_AGAIN: Duration = Duration::from_secs(10);
+
+/// Ways to act on a process, and the time.
+pub trait Levers {
+    /// A clock that does not go back.
+    fn now(&self) -> Duration;
+    /// Microseconds since 1970.
+    fn wall_us(&self) -> u64;
+    /// Sets a channel group's time slice, microseconds.
+    fn set_slice(
+        &mut self,
+        place: Place,
+        client: Client,
+        group: u32,
+        slice_us: u64,
+    ) -> Result<(), ActError>;
+    /// Freezes or thaws all channels of a client on a GPU.
+    fn set_frozen(&mut self, place: Place, held: &Held, frozen: bool) -> Result<(), ActError>;
+    /// Whether the kernel still knows the object.
+    fn exists(&self, key: ObjectKey) -> bool;
+    /// A process has nothing on a GPU any more: forget what is written down about it.
+    fn forget(&mut self, place: Place);
+}
+
+/// Settings of the engine.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// The round that is divided by weight.
+    pub round: Duration,
+    /// The period of ceilings.
+    pub period: Duration,
+}
+
+/// A process whose time is not controlled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Uncontrolled {
+    /// Why.
+    pub why: String,
+    again: Duration,
+}
+
+/// The state machine.
+pub struct Engine {
+    settings: Settings,
+    rules: Rules,
+    registry: Registry,
+    places: BTreeMap<Place, Vec<Held>>,
+    gpus: BTreeMap<u32, Gpu>,
+    /// Tenants that are frozen for reasons from outside, by name and GPU.
+    commanded: BTreeMap<(String, u32), BTreeSet<Reason>>,
+    /// Slices as they were set: by process, client and group.
+    slices: BTreeMap<(Place, u32, u32), u64>,
+    /// Channels that are frozen.
+    frozen: BTreeMap<Place, BTreeSet<(u32, u32)>>,
+    uncontrolled: BTreeMap<Place, Uncontrolled>,
+    /// Places that were reported as not controllable.
+    reported: BTreeSet<Place>,
+    /// Objects that tenants have changed themselves: to be set again, and when.
+    changed: Vec<(Duration, ObjectKey)>,
+    own_controls: BTreeMap<u32, u64>,
+    objects_changed: bool,
+    slices_changed: bool,
+}
+
+impl Engine {
+    /// An engine that knows nobody.
+    pub fn new(settings: Settings) -> Self {
+        Self {
+            settings,
+            rules: Rules::new(),
+            registry: Registry::default(),
+            places: BTreeMap::new(),
+            gpus: BTreeMap::new(),
+            commanded: BTreeMap::new(),
+            slices: BTreeMap::new(),
+            frozen: BTreeMap::new(),
+            uncontrolled: BTreeMap::new(),
+            reported: BTreeSet::new(),
+            changed: Vec::new(),
+            own_controls: BTreeMap::new(),
+            objects_changed: false,
+            slices_changed: false,
+        }
+    }
+
+    /// A policy came into force.
+    pub fn set_rules(&mut self, rules: Rules) {
+        self.rules = rules;
+        self.objects_changed = true;
+    }
+
+    /// The objects of the driver, all of them.
+    pub fn replace(&mut self, objects: impl IntoIterator<Item = (ObjectKey, Object)>) {
+        self.registry.replace(objects);
+        self.objects_changed = true;
+    }
+
+    /// An object was made.
+    pub fn insert(&mut self, key: ObjectKey, object: Object) {
+        self.registry.insert(key, object);
+        self.objects_changed = true;
+    }
+
+    /// Whether an object is known.
+    pub fn knows(&self, key: ObjectKey) -> bool {
+        self.registry.contains(key)
+    }
+
+    /// An object and all below it are gone.
+    pub fn remove(&mut self, key: ObjectKey) {
+        self.registry.remove(key);
+        self.objects_changed = true;
+    }
+
+    /// A tenant is about to issue a scheduling control of its own.
+    pub fn own_control(&mut self, tgid: u32, object: ObjectKey, command: u32, now: Duration) {
+        // Every context starts its groups that way; that changes nothing that was set.
+        if command != ctrl::TSG_GPFIFO_SCHEDULE {
+            *self.own_controls.entry(tgid).or_default() += 1;
+        }
+        for delay in REASSERT {
+            self.changed.push((now + delay, object));
+        }
+        // A tenant that does nothing else is answered once, not once each time.
+        if self.changed.len() > 4096 {
+            self.changed.drain(..2048);
+        }
+    }
+
+    /// Scheduling controls that a process issued itself.
+    pub fn own_controls(&self, tgid: u32) -> u64 {
+        self.own_controls.get(&tgid).copied().unwrap_or(0)
+    }
+
+    /// Freezes or thaws a tenant on a GPU for a reason from outside.
+    pub fn hold(&mut self, tenant: &str, gpu: u32, reason: Reason, on: bool) {
+        let key = (tenant.to_owned(), gpu);
+        let reasons = self.commanded.entry(key.clone()).or_default();
+        if on {
+            reasons.insert(reason);
+        } else {
+            reasons.remove(&reason);
+        }
+        if reasons.is_empty() {
+            self.commanded.remove(&key);
+        }
+    }
+
+    /// What the driver says of the use of a GPU.
+    pub fn used(&mut self, gpu: u32, known_us: u64, busy: &[Busy], now: Duration, wall_us: u64) {
+        let context = context(self.settings, gpu, &self.rules, wall_us);
+        if self
+            .gpus
+            .entry(gpu)
+            .or_default()
+            .used(&context, known_us, busy, now)
+        {
+            self.slices_changed = true;
+        }
+    }
+
+    /// The driver does not tell the use of a GPU.
+    pub fn unmeasured(&mut self, gpu: u32) {
+        self.gpus.entry(gpu).or_default().unmeasured();
+    }
+
+    /// A process launched work; it counts as active for `linger`.
+    pub fn launched(&mut self, tgid: u32, now: Duration, linger: Duration) {
+        for gpu in self.gpus.values_mut() {
+            gpu.launched(tgid, now, linger);
+        }
+    }
+
+    /// GPUs on which anybody has a context.
+    pub fn gpus_in_use(&self) -> BTreeSet<u32> {
+        self.places.keys().map(|place| place.gpu).collect()
+    }
+
+    /// Rules in force.
+    pub fn rules(&self) -> &Rules {
+        &self.rules
+    }
+
+    /// What is known of a GPU.
+    pub fn gpu(&self, gpu: u32) -> Option<&Gpu> {
+        self.gpus.get(&gpu)
+    }
+
+    /// Processes that are not controlled on a GPU, and why.
+    pub fn uncontrolled(&self, gpu: u32) -> impl Iterator<Item = (u32, &str)> {
+        self.uncontrolled
+            .iter()
+            .filter(move |(place, _)| place.gpu == gpu)
+            .map(|(place, uncontrolled)| (place.tgid, uncontrolled.why.as_str()))
+    }
+
+    /// A process cannot be controlled for a reason that is known from elsewhere.
+    pub fn give_up(&mut self, place: Place, why: String, now: Duration) {
+        if self.reported.insert(place) {
+            warn!(
+                tgid = place.tgid,
+                gpu = place.gpu,
+                why,
+                "its GPU time is not controlled"
+            );
+        }
+        self.uncontrolled.insert(
+            place,
+            Uncontrolled {
+                why,
+                again: now + TRY_AGAIN,
+            },
+        );
+    }
+
+    /// Does what is due, and returns how long it may take until the next call.
+    pub fn step(&mut self, levers: &mut dyn Levers) -> Duration {
+        let now = levers.now();
+        self.take_back_own_controls(now);
+        self.uncontrolled.retain(|place, uncontrolled| {
+            uncontrolled.again > now || !self.places.contains_key(place)
+        });
+        if self.objects_changed {
+            self.objects_changed = false;
+            self.look(levers, now);
+            self.slices_changed = true;
+        }
+        let round_us = micros(self.settings.round);
+        if self.slices_changed {
+            self.slices_changed = false;
+            for (gpu, state) in &mut self.gpus {
+                state.divide(&self.rules, *gpu, round_us);
+            }
+            self.set_slices(levers);
+        }
+        let next = self.freeze_and_thaw(levers);
+        let own = self.changed.iter().map(|(due, _)| *due).min();
+        let now = levers.now();
+        let wait = [next, own]
+            .into_iter()
+            .flatten()
+            .min()
+            .map_or(IDLE, |next| next.saturating_sub(now));
+        if self.objects_changed || self.slices_changed {
+            return Duration::ZERO;
+        }
+        wait.min(IDLE)
+    }
+
+    /// Finds out who is where.
+    fn look(&mut self, levers: &mut dyn Levers, now: Duration) {
+        self.places = self.registry.places();
+        let gone: Vec<Place> = self
+            .frozen
+            .keys()
+            .copied()
+            .filter(|place| !self.places.contains_key(place))
+            .collect();
+        for place in gone {
+            self.frozen.remove(&place);
+            levers.forget(place);
+        }
+        self.slices
+            .retain(|(place, _, _), _| self.places.contains_key(place));
+        self.reported
+            .retain(|place| self.places.contains_key(place));
+        self.uncontrolled
+            .retain(|place, _| self.places.contains_key(place));
+        let processes = self.registry.processes();
+        self.own_controls.retain(|tgid, _| processes.contains(tgid));
+        let mut members: BTreeMap<u32, Vec<Member>> =
+            self.gpus.keys().map(|gpu| (*gpu, Vec::new())).collect();
+        for (place, helds) in &self.places {
+            let tenant = helds[0].tenant;
+            // Who is in no tenant is left alone.
+            if tenant == NO_TENANT || !self.rules.contains_key(&tenant) {
+                continue;
+            }
+            members.entry(place.gpu).or_default().push(Member {
+                tgid: place.tgid,
+                tenant,
+                contexts: helds.iter().map(Held::contexts).sum(),
+            });
+        }
+        for (gpu, members) in members {
+            self.gpus
+                .entry(gpu)
+                .or_default()
+                .set_members(&self.rules, members, now);
+        }
+    }
+
+    /// What tenants have changed themselves counts as not set.
+    fn take_back_own_controls(&mut self, now: Duration) {
+        let due: BTreeSet<ObjectKey> = self
+            .changed
+            .iter()
+            .filter(|(due, _)| *due <= now)
+            .map(|(_, key)| *key)
+            .collect();
+        if due.is_empty() {
+            return;
+        }
+        self.changed.retain(|(due, _)| *due > now);
+        for key in due {
+            self.slices
+                .retain(|(_, client, group), _| (*client, *group) != (key.client, key.handle));
+            for (place, channels) in &mut self.frozen {
+                let of_client = self
+                    .places
+                    .get(place)
+                    .is_some_and(|helds| helds.iter().any(|held| held.client == key.client));
+                if of_client {
+                    channels.clear();
+                }
+            }
+        }
+        self.slices_changed = true;
+    }
+
+    fn set_slices(&mut self, levers: &mut dyn Levers) {
+        let mut wanted = Vec::new();
+        for (gpu, state) in &self.gpus {
+            for member in state.members() {
+                let place = Place {
+                    gpu: *gpu,
+                    tgid: member.tgid,
+                };
+                let Some(slice_us) = state.division().slices.get(&member.tgid) else {
+                    continue;
+                };
+                if self.uncontrolled.contains_key(&place) {
+                    continue;
+                }
+                for held in self.places.get(&place).into_iter().flatten() {
+                    let client = Client {
+                        handle: held.client,
+                        fd: held.fd,
+                    };
+                    wanted.extend(
+                        held.groups
+                            .iter()
+                            .map(|group| (place, client, group.handle, *slice_us)),
+                    );
+                }
+            }
+        }
+        for (place, client, group, slice_us) in wanted {
+            let key = (place, client.handle, group);
+            if self.slices.get(&key) == Some(&slice_us) || self.uncontrolled.contains_key(&place) {
+                continue;
+            }
+            match levers.set_slice(place, client, group, slice_us) {
+                Ok(()) => {
+                    self.slices.insert(key, slice_us);
+                    self.reported.remove(&place);
+                }
+                Err(error) => self.failed(place, &error, levers),
+            }
+        }
+    }
+
+    /// Freezes and thaws; returns when to look again.
+    fn freeze_and_thaw(&mut self, levers: &mut dyn Levers) -> Option<Duration> {
+        let mut next = None;
+        let mut freeze = Vec::new();
+        let mut thaw = Vec::new();
+        let (now, wall_us) = (levers.now(), levers.wall_us());
+        for (gpu, state) in &mut self.gpus {
+            let context = context(self.settings, *gpu, &self.rules, wall_us);
+            let commanded: BTreeMap<u32, BTreeSet<Reason>> = self
+                .commanded
+                .iter()
+                .filter(|((_, on), _)| on == gpu)
+                .filter_map(|((name, _), reasons)| {
+                    let (index, _) = self.rules.iter().find(|(_, rules)| rules.name == *name)?;
+                    Some((*index, reasons.clone()))
+                })
+                .collect();
+            let due = state.decide(&context, &commanded, now);
+            next = [next, due].into_iter().flatten().min();
+            for member in state.members() {
+                let place = Place {
+                    gpu: *gpu,
+                    tgid: member.tgid,
+                };
+                let wanted = !state.reasons(&self.rules, member.tenant).is_empty();
+                let frozen = self.frozen.get(&place);
+                if wanted && frozen != Some(&channels(&self.places, place)) {
+                    freeze.push(place);
+                } else if !wanted && frozen.is_some() {
+                    thaw.push(place);
+                }
+            }
+        }
+        // Whoever is frozen and is nobody's any more: its tenant left the policy.
+        for place in self.frozen.keys() {
+            let governed = self.gpus.get(&place.gpu).is_some_and(|state| {
+                state
+                    .members()
+                    .iter()
+                    .any(|member| member.tgid == place.tgid)
+            });
+            if !governed {
+                thaw.push(*place);
+            }
+        }
+        // Who may run again goes first, so that the GPU is not idle in between.
+        for place in thaw {
+            self.set_frozen(place, false, levers);
+        }
+        for place in freeze {
+            if !self.uncontrolled.contains_key(&place) {
+                self.set_frozen(place, true, levers);
+            }
+        }
+        let (now, wall_us) = (levers.now(), levers.wall_us());
+        for (gpu, state) in &mut self.gpus {
+            let context = context(self.settings, *gpu, &self.rules, wall_us);
+            state.applied(&context, now, wall_us);
+        }
+        next
+    }
+
+    fn set_frozen(&mut self, place: Place, frozen: bool, levers: &mut dyn Levers) {
+        let helds = self.places.get(&place).cloned().unwrap_or_default();
+        for held in &helds {
+            if let Err(error) = levers.set_frozen(place, held, frozen) {
+                if frozen {
+                    // Some of it may be: it is thawed when its time comes.
+                    self.frozen.entry(place).or_default();
+                }
+                self.failed(place, &error, levers);
+                return;
+            }
+        }
+        debug!(tgid = place.tgid, gpu = place.gpu, frozen, "channels");
+        if frozen {
+            self.frozen.insert(place, channels(&self.places, place));
+        } else {
+            self.frozen.remove(&place);
+        }
+    }
+
+    /// A control failed: what was believed is out of date, or the process is out of reach.
+    fn failed(&mut self, place: Place, error: &ActError, levers: &mut dyn Levers) {
+        if error.is_gone() {
+            self.registry.remove_process(place.tgid);
+            self.objects_changed = true;
+            return;
+        }
+        if error.is_stale() && self.prune(place, levers) {
+            self.objects_changed = true;
+            return;
+        }
+        self.give_up(place, error.to_string(), levers.now());
+    }
+
+    /// Forgets objects of a process that the kernel does not know any more; whether there were any.
+    fn prune(&mut self, place: Place, levers: &dyn Levers) -> bool {
+        let mut stale = Vec::new();
+        for held in self.places.get(&place).into_iter().flatten() {
+            let groups = held.groups.iter().map(|group| group.handle);
+            stale.extend(
+                groups
+                    .chain(held.channels())
+                    .chain(held.subdevice)
+                    .map(|handle| ObjectKey {
+                        client: held.client,
+                        handle,
+                    })
+                    .filter(|key| !levers.exists(*key)),
+            );
+        }
+        for key in &stale {
+            self.registry.remove(*key);
+        }
+        !stale.is_empty()
+    }
+
+    /// Thaws everybody, for the end.
+    pub fn thaw_all(&mut self, levers: &mut dyn Levers) {
+        let places: Vec<Place> = self.frozen.keys().copied().collect();
+        if !places.is_empty() {
+            info!(processes = places.len(), "thawing");
+        }
+        for place in places {
+            self.set_frozen(place, false, levers);
+        }
+    }
+
+    /// Processes in a tenant, and in those inside it, that are frozen on a GPU.
+    pub fn frozen_in(&self, tenant: &str, gpu: u32) -> Vec<u32> {
+        let Some(state) = self.gpus.get(&gpu) else {
+            return Vec::new();
+        };
+        state
+            .members()
+            .iter()
+            .filter(|member| {
+                chain(&self.rules, member.tenant).any(|around| {
+                    self.rules
+                        .get(&around)
+                        .is_some_and(|rules| rules.name == tenant)
+                })
+            })
+            .map(|member| member.tgid)
+            .filter(|tgid| self.frozen.contains_key(&Place { gpu, tgid: *tgid }))
+            .collect()
+    }
+}
+
+fn context(settings: Settings, gpu: u32, rules: &Rules, wall_us: u64) -> Context<'_> {
+    Context {
+        gpu,
+        rules,
+        round_us: micros(settings.round),
+        period: settings.period,
+        wall_us,
+    }
+}
+
+fn channels(places: &BTreeMap<Place, Vec<Held>>, place: Place) -> BTreeSet<(u32, u32)> {
+    places
+        .get(&place)
+        .into_iter()
+        .flatten()
+        .flat_map(|held| held.channels().map(|channel| (held.client, channel)))
+        .collect()
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}

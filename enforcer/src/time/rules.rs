@@ -1,0 +1,98 @@
+//! What should hold, as the engine needs it.
+
+use std::{collections::BTreeMap, fmt, time::Duration};
+
+use gpuquota_policy::{HostGpu, Policy};
+
+use crate::tenancy::Seating;
+
+/// What holds for a tenant on one GPU.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rule {
+    /// Share relative to the tenants beside it.
+    pub weight: u32,
+    /// Ceiling between 0 and 1.
+    pub max: Option<f64>,
+    /// Priority of the class; larger wins.
+    pub priority: u32,
+    /// Whether lower classes are kept out while this tenant is active.
+    pub exclusive: bool,
+    /// How long this tenant may be kept out.
+    pub starve_max: Duration,
+    /// How long this tenant should wait for its turn at most.
+    pub latency_target: Option<Duration>,
+}
+
+/// A tenant in force.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TenantRules {
+    /// Name.
+    pub name: String,
+    /// Index of the tenant around it.
+    pub parent: Option<u32>,
+    /// By GPU index.
+    pub gpus: BTreeMap<u32, Rule>,
+}
+
+/// Tenants in force by index.
+pub type Rules = BTreeMap<u32, TenantRules>;
+
+/// The rules of a policy.
+pub fn rules(policy: &Policy, seating: &Seating, gpus: &[HostGpu]) -> Rules {
+    seating
+        .in_force()
+        .map(|(index, seat)| {
+            let rules = TenantRules {
+                name: seat.name.clone(),
+                parent: seat
+                    .parent
+                    .as_deref()
+                    .and_then(|parent| seating.index(parent)),
+                gpus: gpus
+                    .iter()
+                    .filter_map(|gpu| Some((gpu.index, rule(policy, &seat.name, gpu)?)))
+                    .collect(),
+            };
+            (index, rules)
+        })
+        .collect()
+}
+
+fn rule(policy: &Policy, tenant: &str, gpu: &HostGpu) -> Option<Rule> {
+    let budget = policy.effective(tenant, gpu)?;
+    Some(Rule {
+        weight: budget.time.weight,
+        max: budget.time.max.map(gpuquota_policy::Percent::ratio),
+        priority: budget.priority,
+        exclusive: budget.exclusive,
+        starve_max: budget.time.starve_max,
+        latency_target: budget.time.latency_target,
+    })
+}
+
+/// Why a tenant is frozen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Reason {
+    /// An admin said so.
+    Command,
+    /// It crossed `memory.high`, and `memory.on-high` is `freeze`.
+    MemoryHigh,
+    /// It has had its part of the period.
+    Ceiling,
+    /// An exclusive class is active.
+    Exclusive,
+    /// Another tenant's latency target would not be met.
+    Latency,
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Command => "command",
+            Self::MemoryHigh => "memory-high",
+            Self::Ceiling => "ceiling",
+            Self::Exclusive => "exclusive",
+            Self::Latency => "latency",
+        })
+    }
+}

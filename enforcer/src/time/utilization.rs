@@ -1,0 +1,192 @@
+//! Asking NVML how much each process uses a GPU.
+//!
+//! On a thread of its own with a library handle of its own: NVML may block, and nobody waits for it. Only GPUs that
+//! tenants use are asked about.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ffi::OsStr,
+    io,
+    path::PathBuf,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use nvml_wrapper::{Nvml, error::NvmlError};
+use tracing::{debug, warn};
+
+use super::{
+    account::{Answers, Busy, Sample},
+    levers::wall_us,
+};
+
+/// Time after which a library that failed is opened again.
+const REOPEN: Duration = Duration::from_secs(5);
+
+/// What was learned.
+#[derive(Clone, Debug)]
+pub enum Utilization {
+    /// The use of a GPU is known up to `known_us`, microseconds since 1970.
+    Used {
+        /// Which GPU.
+        gpu: u32,
+        /// Up to when.
+        known_us: u64,
+        /// What was used since the last answer.
+        busy: Vec<Busy>,
+    },
+    /// NVML does not tell the use by process on this GPU.
+    Unknown {
+        /// Which GPU.
+        gpu: u32,
+        /// Why.
+        why: String,
+    },
+    /// The GPU is divided into instances (MIG): what a process uses of which is not told.
+    Divided {
+        /// Which GPU.
+        gpu: u32,
+        /// Whether it is now.
+        divided: bool,
+    },
+}
+
+/// What the thread is asked to do.
+#[derive(Default)]
+pub struct Questions {
+    gpus: Mutex<BTreeSet<u32>>,
+    stop: AtomicBool,
+}
+
+impl Questions {
+    /// GPUs to ask about.
+    pub fn ask_about(&self, gpus: BTreeSet<u32>) {
+        *self.gpus.lock().unwrap_or_else(PoisonError::into_inner) = gpus;
+    }
+
+    /// Ends the thread after the question in progress.
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+
+    fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    fn gpus(&self) -> BTreeSet<u32> {
+        self.gpus
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+}
+
+/// Starts the thread; it asks every `interval` and gives what it learns to `tell`, until that returns false.
+pub fn spawn(
+    questions: Arc<Questions>,
+    library: Option<PathBuf>,
+    interval: Duration,
+    mut tell: impl FnMut(Utilization) -> bool + Send + 'static,
+) -> io::Result<()> {
+    thread::Builder::new()
+        .name("utilization".into())
+        .spawn(move || {
+            let name = library.unwrap_or_else(|| PathBuf::from("libnvidia-ml.so.1"));
+            while !questions.stopped() {
+                match open(name.as_os_str()) {
+                    Ok(nvml) => {
+                        if !ask(&nvml, &questions, interval, &mut tell) {
+                            return;
+                        }
+                    }
+                    Err(error) => warn!(%error, "GPU time by process is not known"),
+                }
+                thread::sleep(REOPEN);
+            }
+        })
+        .map(drop)
+}
+
+fn open(name: &OsStr) -> Result<Nvml, NvmlError> {
+    Nvml::builder().lib_path(name).init()
+}
+
+/// Asks until the library fails (true) or nobody listens (false).
+fn ask(
+    nvml: &Nvml,
+    questions: &Questions,
+    interval: Duration,
+    tell: &mut dyn FnMut(Utilization) -> bool,
+) -> bool {
+    let mut answers: BTreeMap<u32, Answers> = BTreeMap::new();
+    let mut divided: BTreeMap<u32, bool> = BTreeMap::new();
+    while !questions.stopped() {
+        let gpus = questions.gpus();
+        answers.retain(|gpu, _| gpus.contains(gpu));
+        divided.retain(|gpu, _| gpus.contains(gpu));
+        for gpu in gpus {
+            let Ok(device) = nvml.device_by_index(gpu) else {
+                return true;
+            };
+            // Not told (on a card that cannot be divided) means that it is not.
+            let now_divided = device.mig_mode().is_ok_and(|mode| mode.current != 0);
+            if divided.insert(gpu, now_divided) != Some(now_divided)
+                && !tell(Utilization::Divided {
+                    gpu,
+                    divided: now_divided,
+                })
+            {
+                return false;
+            }
+            if now_divided {
+                continue;
+            }
+            let asked = wall_us();
+            let follow = answers.entry(gpu).or_insert_with(|| Answers::new(asked));
+            let samples = match device.process_utilization_stats(follow.since()) {
+                Ok(samples) => samples,
+                Err(NvmlError::NotFound) => Vec::new(),
+                // More processes than a moment before.
+                Err(NvmlError::InsufficientSize(_)) => continue,
+                Err(
+                    error @ (NvmlError::NotSupported
+                    | NvmlError::FailedToLoadSymbol(_)
+                    | NvmlError::NoPermission),
+                ) => {
+                    let why = error.to_string();
+                    if !tell(Utilization::Unknown { gpu, why }) {
+                        return false;
+                    }
+                    continue;
+                }
+                Err(error) => {
+                    debug!(%error, gpu, "NVML");
+                    return true;
+                }
+            };
+            let samples: Vec<Sample> = samples
+                .into_iter()
+                .map(|sample| Sample {
+                    tgid: sample.pid,
+                    at_us: sample.timestamp,
+                    percent: sample.sm_util,
+                })
+                .collect();
+            let busy = follow.take(asked, &samples);
+            let known_us = follow.since();
+            if !tell(Utilization::Used {
+                gpu,
+                known_us,
+                busy,
+            }) {
+                return false;
+            }
+        }
+        thread::sleep(interval);
+    }
+    false
+}
