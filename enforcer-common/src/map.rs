@@ -16,6 +16,17 @@ pub const MAX_NESTING: u32 = 8;
 /// Deepest cgroup level at which a tenant's root is found.
 pub const MAX_CGROUP_LEVEL: u32 = 32;
 
+/// Cgroups that can be tenants' roots at the same time.
+pub const MAX_CGROUPS: u32 = 16384;
+/// Driver objects in the ledger.
+pub const MAX_OBJECTS: u32 = 1 << 20;
+/// Accounts: processes times the GPUs that they use.
+pub const MAX_ACCOUNTS: u32 = 65536;
+/// Processes that have spoken to the driver.
+pub const MAX_PROCESSES: u32 = 65536;
+/// Threads inside a driver call.
+pub const MAX_IN_FLIGHT: u32 = 16384;
+
 /// "No tenant" in every field that holds a tenant index.
 pub const NO_TENANT: u32 = u32::MAX;
 /// "Not known" in every field that holds a GPU index.

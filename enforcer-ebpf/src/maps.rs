@@ -8,8 +8,8 @@ use aya_ebpf::{
 use gpuquota_common::{
     event::Event,
     map::{
-        AccountKey, Budget, CELLS, Device, DeviceKey, HEARTBEAT_STALE_NS, InFlight, Leaf, MAX_GPUS,
-        MAX_TENANTS, Object, ObjectKey, Process, Refusal, Settings, TenantName, TenantRow, Usage, banked,
+        AccountKey, Budget, CELLS, Device, DeviceKey, HEARTBEAT_STALE_NS, InFlight, Leaf,
+        MAX_ACCOUNTS, MAX_CGROUPS, MAX_GPUS, MAX_IN_FLIGHT, MAX_OBJECTS, MAX_PROCESSES, MAX_TENANTS, Object, ObjectKey, Process, Refusal, Settings, TenantName, TenantRow, Usage, banked,
         counter, row,
     },
     time::{Frozen, FrozenKey},
@@ -35,7 +35,7 @@ pub static BUDGETS: Array<Budget> = Array::with_max_entries(2 * CELLS, 0);
 pub static USAGE: Array<Usage> = Array::with_max_entries(CELLS, 0);
 /// Root cgroup of a tenant, by cgroup id.
 #[map]
-pub static CGROUPS: HashMap<u64, u32> = HashMap::with_max_entries(16384, NO_PREALLOC);
+pub static CGROUPS: HashMap<u64, u32> = HashMap::with_max_entries(MAX_CGROUPS, NO_PREALLOC);
 /// Answers for cgroups below a tenant's root, or outside of every tenant.
 #[map]
 pub static LEAVES: LruHashMap<u64, Leaf> = LruHashMap::with_max_entries(8192, 0);
@@ -47,16 +47,16 @@ pub static DEVICES: HashMap<DeviceKey, Device> = HashMap::with_max_entries(64, 0
 pub static INSTANCES: Array<u32> = Array::with_max_entries(MAX_GPUS, 0);
 /// Driver objects. Never evicts: what does not fit is counted.
 #[map]
-pub static OBJECTS: HashMap<ObjectKey, Object> = HashMap::with_max_entries(1 << 20, NO_PREALLOC);
+pub static OBJECTS: HashMap<ObjectKey, Object> = HashMap::with_max_entries(MAX_OBJECTS, NO_PREALLOC);
 /// Charged bytes by process, tenant and GPU.
 #[map]
-pub static ACCOUNTS: HashMap<AccountKey, u64> = HashMap::with_max_entries(65536, NO_PREALLOC);
+pub static ACCOUNTS: HashMap<AccountKey, u64> = HashMap::with_max_entries(MAX_ACCOUNTS, NO_PREALLOC);
 /// Processes that have spoken to the driver.
 #[map]
-pub static PROCESSES: HashMap<u32, Process> = HashMap::with_max_entries(65536, NO_PREALLOC);
+pub static PROCESSES: HashMap<u32, Process> = HashMap::with_max_entries(MAX_PROCESSES, NO_PREALLOC);
 /// Calls between entry and exit, by thread.
 #[map]
-pub static IN_FLIGHT: HashMap<u32, InFlight> = HashMap::with_max_entries(16384, NO_PREALLOC);
+pub static IN_FLIGHT: HashMap<u32, InFlight> = HashMap::with_max_entries(MAX_IN_FLIGHT, NO_PREALLOC);
 /// Last refusal, by thread. Losing an old one only means that a second try counts as a refusal.
 #[map]
 pub static REFUSALS: LruHashMap<u32, Refusal> = LruHashMap::with_max_entries(4096, 0);

@@ -399,11 +399,6 @@ impl Config {
             "nothing has to be kept outside the policy directories yet",
         );
         warn(
-            self.metrics_address.is_some(),
-            "metrics.address",
-            "there is no metrics server yet, so nothing listens there",
-        );
-        warn(
             self.enforcement.ungoverned == Ungoverned::Deny,
             "enforcement.ungoverned = \"deny\"",
             "processes in no tenant still use the GPUs freely",
@@ -834,7 +829,7 @@ mod tests {
             },
         };
         assert_eq!(config, expected);
-        assert_eq!(config.warnings().len(), 5, "{:?}", config.warnings());
+        assert_eq!(config.warnings().len(), 4, "{:?}", config.warnings());
     }
 
     #[test]

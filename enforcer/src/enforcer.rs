@@ -7,6 +7,7 @@
 mod answers;
 mod governing;
 mod judging;
+mod measuring;
 mod policy;
 mod timing;
 mod watching;
@@ -136,6 +137,7 @@ pub struct Enforcer {
     /// Held while a policy is being changed, from reading the files to the kernel: one change at a time.
     changing: Mutex<()>,
     notices: broadcast::Sender<Notice>,
+    loads: measuring::Loads,
     stopping: AtomicBool,
 }
 
@@ -205,6 +207,7 @@ impl Enforcer {
             time: TimeControl::default(),
             changing: Mutex::new(()),
             notices,
+            loads: measuring::Loads::default(),
             stopping: AtomicBool::new(false),
         });
         enforcer.describe_host()?;

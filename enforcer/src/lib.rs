@@ -9,6 +9,7 @@ pub mod driver;
 pub mod enforcer;
 pub mod kernel;
 pub mod lifecycle;
+pub mod metrics;
 pub mod notify;
 pub mod policy_files;
 pub mod telemetry;

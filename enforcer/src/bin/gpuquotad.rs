@@ -9,6 +9,7 @@ use gpuquota_enforcer::{
     control,
     enforcer::{Enforcer, EnforcerError, Enrolment},
     kernel::PinDir,
+    metrics,
     notify::listener::ListenerSocket,
     time,
 };
@@ -152,6 +153,15 @@ async fn serve(config: Config) -> anyhow::Result<()> {
         Arc::new(Enrolment(Arc::clone(&enforcer))),
     )?;
     let server = control::dbus::serve(&enforcer.config().bus, Arc::clone(&enforcer) as _).await?;
+    let metrics = match enforcer.config().metrics_address {
+        Some(address) => {
+            let enforcer = Arc::clone(&enforcer);
+            let endpoint = metrics::server::serve(address, move || enforcer.metrics()).await?;
+            info!("metrics at http://{}/metrics", endpoint.address());
+            Some(endpoint)
+        }
+        None => None,
+    };
     // Only now: policy in the maps, hooks attached, sockets open.
     sd_notify(&[sd_notify::NotifyState::Ready]);
     info!("ready");
@@ -178,7 +188,7 @@ async fn serve(config: Config) -> anyhow::Result<()> {
     }
     sd_notify(&[sd_notify::NotifyState::Stopping]);
     info!("stopping; limits of running commands are kept by their runners");
-    drop(socket);
+    drop((socket, metrics));
     server.shutdown().await;
     watch.stop();
     Ok(())

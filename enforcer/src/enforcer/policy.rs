@@ -27,7 +27,9 @@ impl Enforcer {
     /// Puts the policy on disk into force.
     pub fn reload_policy(&self) -> Result<PolicyLoaded, EnforcerError> {
         let _one_at_a_time = self.change();
-        self.put_in_force(load(&self.config.policy, &self.host)?)
+        let outcome =
+            load(&self.config.policy, &self.host).and_then(|loaded| self.put_in_force(loaded));
+        self.loads.note(outcome)
     }
 
     /// Changes properties of a tenant, in its drop-in and in force. Returns the drop-in.

@@ -1,0 +1,498 @@
+//! Metrics for Prometheus: what is scraped is rendered from the state at that moment.
+//!
+//! [`Snapshot`] is plain data, [`render`] the pure part, [`server`] the endpoint. Because nothing is registered
+//! ahead of a scrape, the series of a tenant exist from the start of the tenant and end with it. Labels are
+//! bounded by the policy and the host: tenants, GPUs, classes, and the fixed words of `reason` and `map`.
+//! `docs/metrics.md` describes every family.
+
+pub mod own;
+pub mod server;
+mod text;
+
+use std::time::SystemTime;
+
+use self::text::{Exposition, Kind};
+
+/// Everything that one scrape shows.
+#[derive(Clone, Debug, Default)]
+pub struct Snapshot {
+    /// Version of the daemon.
+    pub version: String,
+    /// Version of the NVIDIA driver.
+    pub driver_version: String,
+    /// Whether anything is refused.
+    pub enforcing: bool,
+    /// Whether NVML has answered lately.
+    pub nvml_up: bool,
+    /// The policy.
+    pub policy: PolicySample,
+    /// GPUs of the host, by index.
+    pub gpus: Vec<GpuSample>,
+    /// Tenants of the policy in force, by name.
+    pub tenants: Vec<TenantSample>,
+    /// Maps of the kernel side that can run full.
+    pub maps: Vec<MapFill>,
+    /// Events that were lost, since the ledger exists.
+    pub events_lost: u64,
+    /// Driver calls that were decoded, since the ledger exists.
+    pub driver_calls: u64,
+    /// Frees of handles that nobody knew, since the ledger exists.
+    pub unknown_frees: u64,
+    /// Scheduling controls that tenants issued on their own channels, since the ledger exists.
+    pub own_controls: u64,
+    /// What could not be accounted for, by reason, since the ledger exists.
+    pub unaccounted: Vec<(&'static str, u64)>,
+    /// What the daemon itself costs; absent if `/proc` does not tell.
+    pub daemon: Option<own::Cost>,
+}
+
+/// The policy and the attempts to load one.
+#[derive(Clone, Debug, Default)]
+pub struct PolicySample {
+    /// Counts the policies that were put into force.
+    pub generation: u64,
+    /// When the one in force came into force; absent before the first.
+    pub loaded_at: Option<SystemTime>,
+    /// Attempts that failed since the daemon runs, by reason.
+    pub failures: Vec<(&'static str, u64)>,
+    /// Warnings about the policy in force.
+    pub warnings: u64,
+}
+
+/// A GPU.
+#[derive(Clone, Debug, Default)]
+pub struct GpuSample {
+    /// NVML's index.
+    pub index: u32,
+    /// `GPU-…`.
+    pub uuid: String,
+    /// Product name.
+    pub name: String,
+    /// Bytes on the card.
+    pub memory_size: u64,
+    /// Bytes in use on the card, by NVML.
+    pub memory_used: Option<u64>,
+    /// Bytes that processes use, by NVML.
+    pub memory_used_by_processes: Option<u64>,
+    /// Bytes in the ledger, each counted once: those of governed processes and of the others.
+    pub ledger: u64,
+}
+
+/// A tenant.
+#[derive(Clone, Debug, Default)]
+pub struct TenantSample {
+    /// Name.
+    pub name: String,
+    /// Class, or empty.
+    pub class: String,
+    /// The tenant around it, or empty.
+    pub parent: String,
+    /// cgroups that exist.
+    pub cgroups: u64,
+    /// On each GPU.
+    pub gpus: Vec<TenantGpuSample>,
+}
+
+/// A tenant on a GPU. Usage includes nested tenants.
+#[derive(Clone, Debug, Default)]
+pub struct TenantGpuSample {
+    /// GPU index.
+    pub gpu: u32,
+    /// Hard limit in bytes.
+    pub max: Option<u64>,
+    /// Soft limit in bytes.
+    pub high: Option<u64>,
+    /// Bytes charged now.
+    pub used: u64,
+    /// Most bytes ever charged.
+    pub peak: u64,
+    /// Refused allocations.
+    pub denials: u64,
+    /// Allocations above the limit that nothing could refuse.
+    pub breaches: u64,
+    /// Processes with memory, without those of nested tenants.
+    pub processes: u64,
+}
+
+/// How full a map is.
+#[derive(Clone, Debug)]
+pub struct MapFill {
+    /// Which, such as `objects`.
+    pub map: &'static str,
+    /// Entries in it.
+    pub entries: u64,
+    /// Entries that fit.
+    pub capacity: u64,
+}
+
+/// The text that Prometheus reads (exposition format 0.0.4).
+pub fn render(snapshot: &Snapshot) -> String {
+    let mut out = Exposition::default();
+    daemon(&mut out, snapshot);
+    policy(&mut out, snapshot);
+    gpus(&mut out, &snapshot.gpus);
+    tenants(&mut out, &snapshot.tenants);
+    kernel_side(&mut out, snapshot);
+    out.finish()
+}
+
+fn daemon(out: &mut Exposition, snapshot: &Snapshot) {
+    out.family(
+        "gpuquota_build_info",
+        Kind::Gauge,
+        "Version of the daemon; always 1.",
+    )
+    .labelled(&[("version", &snapshot.version)], 1_u64);
+    out.family(
+        "gpuquota_driver_info",
+        Kind::Gauge,
+        "Version of the NVIDIA driver; always 1.",
+    )
+    .labelled(&[("version", &snapshot.driver_version)], 1_u64);
+    out.family(
+        "gpuquota_enforcing",
+        Kind::Gauge,
+        "1 if allocations above a limit are refused, 0 if they are only counted.",
+    )
+    .plain(u64::from(snapshot.enforcing));
+    out.family(
+        "gpuquota_nvml_up",
+        Kind::Gauge,
+        "1 if NVML has answered lately.",
+    )
+    .plain(u64::from(snapshot.nvml_up));
+    let Some(cost) = &snapshot.daemon else { return };
+    out.family(
+        "gpuquota_daemon_cpu_seconds_total",
+        Kind::Counter,
+        "CPU time of the daemon.",
+    )
+    .plain(cost.cpu_seconds);
+    out.family(
+        "gpuquota_daemon_resident_memory_bytes",
+        Kind::Gauge,
+        "Resident memory of the daemon.",
+    )
+    .plain(cost.resident_bytes);
+    out.family(
+        "gpuquota_daemon_threads",
+        Kind::Gauge,
+        "Threads of the daemon.",
+    )
+    .plain(cost.threads);
+    out.family(
+        "gpuquota_daemon_open_fds",
+        Kind::Gauge,
+        "Open descriptors of the daemon.",
+    )
+    .plain(cost.open_fds);
+    out.family(
+        "gpuquota_daemon_start_time_seconds",
+        Kind::Gauge,
+        "Start of the daemon, in seconds since 1970.",
+    )
+    .plain(cost.start_time);
+}
+
+fn policy(out: &mut Exposition, snapshot: &Snapshot) {
+    let policy = &snapshot.policy;
+    let tenants = u64::try_from(snapshot.tenants.len()).unwrap_or(u64::MAX);
+    out.family(
+        "gpuquota_tenants",
+        Kind::Gauge,
+        "Tenants of the policy in force.",
+    )
+    .plain(tenants);
+    out.family(
+        "gpuquota_policy_generation",
+        Kind::Gauge,
+        "Number of the policy in force; each one that is loaded counts one up.",
+    )
+    .plain(policy.generation);
+    if let Some(age) = policy
+        .loaded_at
+        .and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok())
+    {
+        out.family(
+            "gpuquota_policy_loaded_timestamp_seconds",
+            Kind::Gauge,
+            "When the policy came into force, in seconds since 1970.",
+        )
+        .plain(age.as_secs_f64());
+    }
+    out.family(
+        "gpuquota_policy_warnings",
+        Kind::Gauge,
+        "Warnings about the policy in force; `gpuquotactl doctor` shows them.",
+    )
+    .plain(policy.warnings);
+    let failures = out.family(
+        "gpuquota_policy_load_failures_total",
+        Kind::Counter,
+        "Policies that did not load since the daemon runs; the one in force stayed.",
+    );
+    for (reason, count) in &policy.failures {
+        failures.labelled(&[("reason", reason)], *count);
+    }
+}
+
+fn gpus(out: &mut Exposition, gpus: &[GpuSample]) {
+    let info = out.family(
+        "gpuquota_gpu_info",
+        Kind::Gauge,
+        "A GPU of the host; always 1.",
+    );
+    for gpu in gpus {
+        let index = gpu.index.to_string();
+        info.labelled(
+            &[("gpu", &index), ("uuid", &gpu.uuid), ("name", &gpu.name)],
+            1_u64,
+        );
+    }
+    let mut per_gpu = |name, help, value: fn(&GpuSample) -> Option<f64>| {
+        let family = out.family(name, Kind::Gauge, help);
+        for gpu in gpus {
+            if let Some(value) = value(gpu) {
+                family.labelled(&[("gpu", &gpu.index.to_string())], value);
+            }
+        }
+    };
+    per_gpu(
+        "gpuquota_gpu_memory_size_bytes",
+        "Memory on the card.",
+        |gpu| Some(bytes(gpu.memory_size)),
+    );
+    per_gpu(
+        "gpuquota_gpu_memory_used_bytes",
+        "Memory in use on the card, by NVML; absent while NVML does not answer.",
+        |gpu| gpu.memory_used.map(bytes),
+    );
+    per_gpu(
+        "gpuquota_gpu_ledger_bytes",
+        "Memory in the ledger: governed processes and all others, each byte once.",
+        |gpu| Some(bytes(gpu.ledger)),
+    );
+    per_gpu(
+        "gpuquota_gpu_ledger_drift_bytes",
+        "What processes use by NVML, less the ledger. Contexts and what was there before the daemon are in it.",
+        |gpu| Some(bytes(gpu.memory_used_by_processes?) - bytes(gpu.ledger)),
+    );
+}
+
+fn tenants(out: &mut Exposition, tenants: &[TenantSample]) {
+    let info = out.family("gpuquota_tenant_info", Kind::Gauge, "A tenant; always 1.");
+    for tenant in tenants {
+        let labels = [
+            ("tenant", tenant.name.as_str()),
+            ("class", &tenant.class),
+            ("parent", &tenant.parent),
+        ];
+        info.labelled(&labels, 1_u64);
+    }
+    let cgroups = out.family(
+        "gpuquota_tenant_cgroups",
+        Kind::Gauge,
+        "cgroups that are governed now.",
+    );
+    for tenant in tenants {
+        cgroups.labelled(&[("tenant", &tenant.name)], tenant.cgroups);
+    }
+    let mut on_gpu = |name, kind, help, value: fn(&TenantGpuSample) -> f64| {
+        let family = out.family(name, kind, help);
+        for tenant in tenants {
+            for gpu in &tenant.gpus {
+                let labels = [
+                    ("tenant", tenant.name.as_str()),
+                    ("gpu", &gpu.gpu.to_string()),
+                ];
+                family.labelled(&labels, value(gpu));
+            }
+        }
+    };
+    on_gpu(
+        "gpuquota_tenant_memory_used_bytes",
+        Kind::Gauge,
+        "Memory charged now, nested tenants included.",
+        |gpu| bytes(gpu.used),
+    );
+    on_gpu(
+        "gpuquota_tenant_memory_max_bytes",
+        Kind::Gauge,
+        "Hard limit; +Inf if there is none.",
+        |gpu| limit(gpu.max),
+    );
+    on_gpu(
+        "gpuquota_tenant_memory_high_bytes",
+        Kind::Gauge,
+        "Soft limit; +Inf if there is none.",
+        |gpu| limit(gpu.high),
+    );
+    on_gpu(
+        "gpuquota_tenant_memory_peak_bytes",
+        Kind::Gauge,
+        "Most memory ever charged.",
+        |gpu| bytes(gpu.peak),
+    );
+    on_gpu(
+        "gpuquota_tenant_memory_denials_total",
+        Kind::Counter,
+        "Allocations that the tenant's limit refused.",
+        |gpu| bytes(gpu.denials),
+    );
+    on_gpu(
+        "gpuquota_tenant_memory_breaches_total",
+        Kind::Counter,
+        "Allocations above the limit that nothing could refuse.",
+        |gpu| bytes(gpu.breaches),
+    );
+    on_gpu(
+        "gpuquota_tenant_processes",
+        Kind::Gauge,
+        "Processes with memory on the GPU, without those of nested tenants.",
+        |gpu| bytes(gpu.processes),
+    );
+}
+
+fn kernel_side(out: &mut Exposition, snapshot: &Snapshot) {
+    let entries = out.family(
+        "gpuquota_map_entries",
+        Kind::Gauge,
+        "Entries in a map of the kernel side.",
+    );
+    for fill in &snapshot.maps {
+        entries.labelled(&[("map", fill.map)], fill.entries);
+    }
+    let capacity = out.family(
+        "gpuquota_map_capacity_entries",
+        Kind::Gauge,
+        "Entries that fit into a map of the kernel side.",
+    );
+    for fill in &snapshot.maps {
+        capacity.labelled(&[("map", fill.map)], fill.capacity);
+    }
+    let unaccounted = out.family(
+        "gpuquota_unaccounted_total",
+        Kind::Counter,
+        "What could not be accounted for, since the ledger exists.",
+    );
+    for (reason, count) in &snapshot.unaccounted {
+        unaccounted.labelled(&[("reason", reason)], *count);
+    }
+    let mut counter = |name, help, value| {
+        out.family(name, Kind::Counter, help).plain(value);
+    };
+    counter(
+        "gpuquota_events_lost_total",
+        "Events of the kernel side that found no room; each loss is followed by a look at everything.",
+        snapshot.events_lost,
+    );
+    counter(
+        "gpuquota_driver_calls_total",
+        "Driver calls that were decoded, since the ledger exists.",
+        snapshot.driver_calls,
+    );
+    counter(
+        "gpuquota_unknown_frees_total",
+        "Frees of handles that are not in the ledger; they change nothing.",
+        snapshot.unknown_frees,
+    );
+    counter(
+        "gpuquota_own_controls_total",
+        "Scheduling controls that tenants issued on their own channels.",
+        snapshot.own_controls,
+    );
+}
+
+/// Exact below 2^53, which is 8 PiB.
+#[expect(
+    clippy::cast_precision_loss,
+    reason = "Prometheus keeps every value as a 64-bit float"
+)]
+fn bytes(value: u64) -> f64 {
+    value as f64
+}
+
+fn limit(value: Option<u64>) -> f64 {
+    value.map_or(f64::INFINITY, bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn snapshot() -> Snapshot {
+        Snapshot {
+            version: "1.2.3".into(),
+            driver_version: "580.95.05".into(),
+            enforcing: true,
+            nvml_up: true,
+            policy: PolicySample {
+                generation: 4,
+                loaded_at: Some(SystemTime::UNIX_EPOCH + Duration::from_millis(1500)),
+                failures: vec![("policy", 2), ("io", 0)],
+                warnings: 1,
+            },
+            gpus: vec![
+                GpuSample {
+                    index: 0,
+                    uuid: "GPU-a".into(),
+                    name: "NVIDIA \"H200\" \\ NVL".into(),
+                    memory_size: 150_754_820_096,
+                    memory_used: Some(3 << 30),
+                    memory_used_by_processes: Some(2 << 30),
+                    ledger: 3 << 30,
+                },
+                GpuSample {
+                    index: 1,
+                    ..GpuSample::default()
+                },
+            ],
+            tenants: vec![TenantSample {
+                name: "vision".into(),
+                class: "guaranteed".into(),
+                gpus: vec![TenantGpuSample {
+                    max: Some(40 << 30),
+                    used: 12 << 30,
+                    denials: 3,
+                    ..TenantGpuSample::default()
+                }],
+                ..TenantSample::default()
+            }],
+            maps: vec![MapFill {
+                map: "objects",
+                entries: 7,
+                capacity: 1 << 20,
+            }],
+            unaccounted: vec![("objects-full", 0)],
+            daemon: Some(own::Cost {
+                cpu_seconds: 1.25,
+                ..own::Cost::default()
+            }),
+            ..Snapshot::default()
+        }
+    }
+
+    #[test]
+    fn the_text_is_as_prometheus_wants_it() {
+        insta::assert_snapshot!(render(&snapshot()));
+    }
+
+    #[test]
+    fn a_tenant_that_is_gone_has_no_series() {
+        let mut snapshot = snapshot();
+        assert!(render(&snapshot).contains("tenant=\"vision\""));
+        snapshot.tenants.clear();
+        assert!(!render(&snapshot).contains("vision"));
+    }
+
+    #[test]
+    fn what_nvml_does_not_tell_is_absent_and_not_zero() {
+        let text = render(&snapshot());
+        assert!(text.contains("gpuquota_gpu_memory_used_bytes{gpu=\"0\"}"));
+        assert!(!text.contains("gpuquota_gpu_memory_used_bytes{gpu=\"1\"}"));
+        assert!(!text.contains("gpuquota_gpu_ledger_drift_bytes{gpu=\"1\"}"));
+        assert!(text.contains("gpuquota_gpu_ledger_drift_bytes{gpu=\"0\"} -1073741824\n"));
+    }
+}
