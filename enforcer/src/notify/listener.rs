@@ -19,7 +19,7 @@ use std::{
 };
 
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
-use tracing::{info, warn};
+use tracing::{debug, warn};
 
 use super::{
     NotifyError,
@@ -186,7 +186,7 @@ fn serve(stream: &UnixStream, enroll: &dyn Enroll, stop: &AtomicBool) -> Result<
                 .unwrap_or(u64::MAX),
         },
     );
-    info!(pid = state.pid, "governing by seccomp notification");
+    debug!(pid = state.pid, "governing by seccomp notification");
     watch(&listener, judge.as_ref(), stop)
 }
 
