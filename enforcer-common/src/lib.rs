@@ -3,7 +3,7 @@
 //! [`map`] and [`event`] hold the layouts that cross the border, with tests for size and offsets;
 //! [`op`] names the ledger operations that user space asks the kernel side to perform; [`nvidia`]
 //! is the driver's ABI as far as it is decoded, and [`rm`] decodes it, for both sides alike; [`launch`] is all of
-//! launch budgets.
+//! launch budgets, [`waiting`] of the queue of allocations that wait.
 #![no_std]
 
 pub mod event;
@@ -13,3 +13,4 @@ pub mod nvidia;
 pub mod op;
 pub mod rm;
 pub mod time;
+pub mod waiting;

@@ -63,8 +63,30 @@ pub struct Settings {
     pub daemon_tgid: u32,
     /// GPUs of the host. With one GPU a device object needs no decoding.
     pub gpus: u32,
-    /// Unused; zero.
-    pub reserved: u32,
+    /// One of [`deny`].
+    pub deny: u16,
+    /// [`settings_flags`].
+    pub flags: u16,
+}
+
+/// Which backend in the kernel refuses what the entry hook found to be over a budget.
+pub mod deny {
+    /// None: a supervisor may refuse before the entry hook, and what comes this far goes on.
+    pub const NONE: u16 = 0;
+    /// The call returns before the driver sees it.
+    pub const OVERRIDE: u16 = 1;
+    /// The call is made so that the driver refuses it.
+    pub const REWRITE: u16 = 2;
+    /// The call fails with an error number.
+    pub const LSM: u16 = 3;
+}
+
+/// Flags in the [`Settings`].
+pub mod settings_flags {
+    /// Nothing is refused while no daemon lives.
+    pub const OPEN_WITHOUT_DAEMON: u16 = 1;
+    /// Whoever got memory past its budget is signalled at once, as its budget says.
+    pub const ANSWER_BREACHES: u16 = 2;
 }
 
 /// Heartbeats older than this mean that no daemon is there.
@@ -105,6 +127,22 @@ pub struct Budget {
     pub memory_max: u64,
     /// Bytes above which the tenant is told.
     pub memory_high: u64,
+    /// How long an allocation waits at most under [`on_max::WAIT`], in nanoseconds.
+    pub wait_ns: u64,
+    /// One of [`on_max`].
+    pub on_max: u32,
+    /// 1 if a process that got memory past the limit is to end.
+    pub end_on_breach: u32,
+}
+
+/// What happens to an allocation above [`Budget::memory_max`].
+pub mod on_max {
+    /// It is refused.
+    pub const DENY: u32 = 0;
+    /// It waits, and is refused when its time is over.
+    pub const WAIT: u32 = 1;
+    /// It is refused, and its process is to end.
+    pub const KILL: u32 = 2;
 }
 
 /// What a tenant uses on one GPU. Written by the kernel side only.
@@ -267,6 +305,38 @@ pub struct InFlight {
     pub limited_by: u32,
     /// 1 if what stands at `granted` is the last byte's offset, not the size.
     pub granted_is_limit: u32,
+    /// One of [`refusal`].
+    pub refusal: u32,
+    /// The driver's status that a refused call gets.
+    pub status: u32,
+    /// Eight bytes of the call which, as `raised`, make the driver refuse it.
+    pub lever: u64,
+    /// See `lever`.
+    pub raised: u64,
+}
+
+/// Why an [`InFlight`] call is to be refused.
+pub mod refusal {
+    /// It is not.
+    pub const NONE: u32 = 0;
+    /// A budget is in the way, or it is not known which one would be.
+    pub const MEMORY: u32 = 1;
+    /// Its parameters cannot be read, so nobody knows what it asks for.
+    pub const UNREADABLE: u32 = 2;
+}
+
+/// What the caller wrote where a call was changed so that the driver refuses it, by thread.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rewritten {
+    /// Where.
+    pub at: u64,
+    /// What stood there.
+    pub was: u64,
+    /// Where the driver writes its status.
+    pub status_at: u64,
+    /// The status that the caller is to see there, if the driver has refused.
+    pub status: u64,
 }
 
 /// What an [`InFlight`] call is.
@@ -279,6 +349,8 @@ pub mod call {
     pub const FREE: u32 = 3;
     /// Gives a second handle.
     pub const DUP: u32 = 4;
+    /// Could not be read at its entry; what it was is found out at its exit.
+    pub const UNREADABLE: u32 = 5;
 }
 
 /// Key of a device: the device number of a node, or file system and inode of a simulated one.
@@ -356,15 +428,19 @@ pub mod counter {
     pub const OWN_CONTROLS: u32 = 7;
     /// Driver calls that were decoded.
     pub const DECODED: u32 = 8;
+    /// Refused calls that could not be made to fail as wanted.
+    pub const NOT_REFUSED: u32 = 9;
+    /// Driver calls of 32-bit callers in a tenant, which are refused.
+    pub const COMPAT_REFUSED: u32 = 10;
     /// Number of counters.
-    pub const COUNT: u32 = 9;
+    pub const COUNT: u32 = 11;
 }
 
 #[cfg(feature = "user")]
 mod pod {
     use super::{
         AccountKey, Budget, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey, Process, Refusal,
-        Settings, TenantRow, Usage,
+        Rewritten, Settings, TenantRow, Usage,
     };
 
     macro_rules! pod {
@@ -375,7 +451,7 @@ mod pod {
     }
     pod!(
         AccountKey, Budget, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey, Process, Refusal,
-        Settings, TenantRow, Usage
+        Rewritten, Settings, TenantRow, Usage
     );
 }
 
@@ -389,17 +465,18 @@ mod tests {
     fn layouts_have_no_padding() {
         assert_eq!(size_of::<Settings>(), 32);
         assert_eq!(size_of::<TenantRow>(), 8);
-        assert_eq!(size_of::<Budget>(), 16);
+        assert_eq!(size_of::<Budget>(), 32);
         assert_eq!(size_of::<Usage>(), 32);
         assert_eq!(size_of::<AccountKey>(), 8);
         assert_eq!(size_of::<ObjectKey>(), 8);
         assert_eq!(size_of::<Object>(), 3 * 8 + 10 * 4);
         assert_eq!(size_of::<Process>(), 16);
-        assert_eq!(size_of::<InFlight>(), 5 * 8 + 14 * 4);
+        assert_eq!(size_of::<InFlight>(), 7 * 8 + 16 * 4);
         assert_eq!(size_of::<DeviceKey>(), 16);
         assert_eq!(size_of::<Device>(), 8);
         assert_eq!(size_of::<Leaf>(), 8);
         assert_eq!(size_of::<Refusal>(), 16);
+        assert_eq!(size_of::<Rewritten>(), 32);
     }
 
     #[test]
@@ -410,6 +487,9 @@ mod tests {
         assert_eq!(offset_of!(Object, tgid), 24);
         assert_eq!(offset_of!(Object, source), 48);
         assert_eq!(offset_of!(InFlight, cmd), 40);
+        assert_eq!(offset_of!(InFlight, lever), 104);
+        assert_eq!(offset_of!(Settings, deny), 28);
+        assert_eq!(offset_of!(Budget, on_max), 24);
         assert_eq!(offset_of!(Process, flags), 12);
     }
 

@@ -33,4 +33,6 @@ pub mod result {
     pub const INVALID: u32 = 4;
     /// The budget does not allow it, and it is the second try of a refusal already reported.
     pub const DENIED_AGAIN: u32 = 5;
+    /// The budget does not allow it now; the caller is to try again.
+    pub const WAIT: u32 = 6;
 }

@@ -63,7 +63,18 @@ pub struct Call {
     pub granted: u64,
     /// What a dup stands for.
     pub source: ObjectKey,
+    /// Eight bytes of an allocation which, as `raised`, make the driver refuse it; 0 if there are none.
+    pub lever: u64,
+    /// See `lever`.
+    pub raised: u64,
 }
+
+/// More than any card has, so the driver refuses it as out of memory (16 TiB: measured on an H200).
+const TOO_MUCH: u64 = 16 << 40;
+/// The same as height and pitch.
+const TOO_HIGH_AND_WIDE: u64 = 0x00ff_ffff_00ff_ffff;
+/// A class that no driver has.
+const NO_CLASS: u64 = 0xffff_ffff;
 
 /// Value of [`Call::call`] for a control command; never in flight.
 pub const CALL_CONTROL: u32 = 100;
@@ -180,6 +191,9 @@ fn rm_alloc<M: CallerMemory>(
             .ok_or(Unreadable)?;
         if flags & NVOS64_FLAGS_FINN != 0 {
             out.opaque = 1;
+            // The size is not in reach. Handle and class are.
+            out.lever = arg + nvos64::NEW as u64;
+            out.raised = u64::from(out.handle) | NO_CLASS << 32;
             return Ok(());
         }
     }
@@ -192,6 +206,8 @@ fn rm_alloc<M: CallerMemory>(
     out.wanted = charge_for(requested, attr);
     out.granted = params + memparams::LIMIT as u64;
     out.granted_is_limit = 1;
+    out.lever = params + memparams::REQUESTED as u64;
+    out.raised = TOO_MUCH;
     Ok(())
 }
 
@@ -231,7 +247,11 @@ fn vid_heap<M: CallerMemory>(memory: &M, arg: u64, out: &mut Call) -> Result<(),
     {
         return Ok(());
     }
+    out.lever = arg + size_at as u64;
+    out.raised = TOO_MUCH;
     let requested = if function == nvos32::FN_ALLOC_TILED {
+        out.lever = arg + nvos32::TILED_HEIGHT as u64;
+        out.raised = TOO_HIGH_AND_WIDE;
         let height = memory
             .word(arg + nvos32::TILED_HEIGHT as u64)
             .ok_or(Unreadable)?;

@@ -83,7 +83,12 @@ pub fn device_of(fd: u32) -> Option<Device> {
         return None;
     }
     let fds: u64 = field(table, patched!(OFF_FDT_FD))?;
-    let file: u64 = field(fds, fd.wrapping_mul(8))?;
+    device_behind(field(fds, fd.wrapping_mul(8))?)
+}
+
+/// The driver's device behind a `struct file`, or `None` for every other file.
+#[inline(always)]
+pub fn device_behind(file: u64) -> Option<Device> {
     let inode: u64 = field(file, patched!(OFF_FILE_INODE))?;
     let rdev: u32 = field(inode, patched!(OFF_INODE_RDEV))?;
     let key = if rdev == 0 {

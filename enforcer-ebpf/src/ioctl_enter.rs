@@ -6,15 +6,18 @@
 use aya_ebpf::{macros::tracepoint, programs::TracePointContext};
 use gpuquota_common::{
     event::{self, Event},
-    map::{InFlight, NO_GPU, NO_TENANT, Settings, call, counter, device},
-    nvidia::{IoctlCmd, ctrl},
+    map::{
+        InFlight, MAX_GPUS, NO_GPU, NO_TENANT, Settings, call, counter, deny, device, refusal,
+        settings_flags,
+    },
+    nvidia::{IoctlCmd, ctrl, status},
     rm::{self, Call},
 };
 
 use crate::{
     file,
-    ledger::{self, Reserved},
-    maps::{IN_FLIGHT, count, emit, now, settings},
+    ledger::{self, Decision, Request, Reserved},
+    maps::{IN_FLIGHT, count, daemon_alive, emit, now, settings},
     rm::{Caller, gpu_of},
     task,
 };
@@ -43,7 +46,7 @@ pub fn ioctl_enter(ctx: TracePointContext) -> u32 {
 }
 
 #[inline(always)]
-fn enter(cmd: IoctlCmd, arg: u64, fd: u32) {
+fn enter(outer: IoctlCmd, outer_arg: u64, fd: u32) {
     let settings = settings();
     let thread = task::thread();
     let tgid = task::tgid();
@@ -51,14 +54,20 @@ fn enter(cmd: IoctlCmd, arg: u64, fd: u32) {
         return;
     }
     let mut decoded = Call::default();
-    let Ok((cmd, arg)) = rm::unwrap_xfer(&Caller, cmd, arg) else {
-        count(counter::UNREADABLE);
-        return;
+    let mut at = (outer, outer_arg);
+    let readable = match rm::unwrap_xfer(&Caller, outer, outer_arg) {
+        Ok(inner) => {
+            at = inner;
+            rm::decode(&Caller, inner.0, inner.1, &mut decoded).is_ok()
+        }
+        Err(_) => false,
     };
-    if rm::decode(&Caller, cmd, arg, &mut decoded).is_err() {
+    if !readable {
         count(counter::UNREADABLE);
-        return;
+        at = (outer, outer_arg);
+        decoded = Call { call: call::UNREADABLE, ..Call::default() };
     }
+    let (cmd, arg) = at;
     if decoded.call == 0 {
         return;
     }
@@ -89,10 +98,21 @@ fn enter(cmd: IoctlCmd, arg: u64, fd: u32) {
         admitted: 0,
         limited_by: NO_TENANT,
         granted_is_limit: decoded.granted_is_limit,
+        refusal: refusal::NONE,
+        status: 0,
+        lever: decoded.lever,
+        raised: decoded.raised,
     };
-    take_over(&settings, thread, &mut flight);
-    if flight.call == call::ALLOC_MEMORY {
-        reserve(&settings, &mut flight);
+    if !take_over(&settings, thread, &mut flight) {
+        return;
+    }
+    if flight.tenant != NO_TENANT {
+        let refusing = refuses(&settings);
+        if flight.call == call::ALLOC_MEMORY {
+            reserve(&settings, thread, &mut flight, refusing, decoded.opaque != 0);
+        } else if flight.call == call::UNREADABLE && refusing {
+            flight.refusal = refusal::UNREADABLE;
+        }
     }
     if IN_FLIGHT.insert(thread, flight, 0).is_err() {
         count(counter::INFLIGHT_FULL);
@@ -105,15 +125,21 @@ fn enter(cmd: IoctlCmd, arg: u64, fd: u32) {
     }
 }
 
-/// Takes over what was reserved for this thread before: by a deny backend that let the call pass, or by a
-/// second copy of this program while a new daemon replaces an old one's. Anything else is a leftover.
+/// Takes over what was reserved for this thread before by a deny backend that let the call pass. Anything else
+/// is a leftover.
+///
+/// Returns false if there is nothing more to do: a second copy of this program, which runs while a new daemon
+/// replaces an old one's, finds the call decided.
 #[inline(always)]
-fn take_over(settings: &Settings, thread: u32, flight: &mut InFlight) {
+fn take_over(settings: &Settings, thread: u32, flight: &mut InFlight) -> bool {
     // SAFETY: only this thread's programs and a supervisor that holds this thread in its call touch the entry.
     let Some(before) = (unsafe { IN_FLIGHT.get(thread) }) else {
-        return;
+        return true;
     };
     if before.arg == flight.arg && before.cmd == flight.cmd {
+        if before.call != 0 {
+            return false;
+        }
         flight.reserved = before.reserved;
         flight.admitted = before.admitted;
         flight.tenant = before.tenant;
@@ -126,31 +152,57 @@ fn take_over(settings: &Settings, thread: u32, flight: &mut InFlight) {
             before.reserved,
         );
     }
+    true
 }
 
-/// Reserves what the call wants beyond what is reserved already.
-///
-/// Nothing is refused here. If a limit is in the way although a call comes this far, no backend could refuse
-/// it, or its argument grew behind the backend's back: the exit hook charges and reports it.
+/// Whether a backend in the kernel refuses what is found here to be over a budget.
 #[inline(always)]
-fn reserve(settings: &Settings, flight: &mut InFlight) {
-    if flight.tenant == NO_TENANT || flight.wanted <= flight.reserved {
+fn refuses(settings: &Settings) -> bool {
+    settings.deny != deny::NONE
+        && (settings.flags & settings_flags::OPEN_WITHOUT_DAEMON == 0 || daemon_alive(settings))
+}
+
+/// Reserves what the call wants beyond what is reserved already, or marks it as one to refuse.
+///
+/// Without a backend in the kernel nothing is refused. If a limit is in the way although a call comes this far, no
+/// backend could refuse it, or its argument grew behind the backend's back: the exit hook charges and reports it.
+#[inline(always)]
+fn reserve(settings: &Settings, thread: u32, flight: &mut InFlight, refusing: bool, opaque: bool) {
+    if flight.gpu >= MAX_GPUS || opaque {
+        if !opaque {
+            count(counter::UNKNOWN_GPU);
+        }
+        if refusing && flight.admitted == 0 {
+            flight.refusal = refusal::MEMORY;
+            flight.status = status::NO_MEMORY;
+        }
         return;
     }
-    if flight.gpu == NO_GPU {
-        count(counter::UNKNOWN_GPU);
+    if flight.wanted <= flight.reserved {
         return;
     }
-    let missing = flight.wanted - flight.reserved;
-    match ledger::reserve(
-        settings.generation,
-        flight.tenant,
-        flight.gpu,
-        missing,
-        false,
-    ) {
-        Reserved::Yes => flight.reserved = flight.wanted,
-        Reserved::No { limited_by, .. } => flight.limited_by = limited_by,
+    if !refusing {
+        let missing = flight.wanted - flight.reserved;
+        match ledger::reserve(settings.generation, flight.tenant, flight.gpu, missing, false) {
+            Reserved::Yes => flight.reserved = flight.wanted,
+            Reserved::No { limited_by, .. } => flight.limited_by = limited_by,
+        }
+        return;
+    }
+    let request = Request {
+        thread,
+        tenant: flight.tenant,
+        gpu: flight.gpu,
+        bytes: flight.wanted,
+        reserved: flight.reserved,
+    };
+    match ledger::decide(settings.generation, &request) {
+        Decision::Granted => flight.reserved = flight.wanted,
+        Decision::Refused { status, limited_by, .. } => {
+            flight.limited_by = limited_by;
+            flight.refusal = refusal::MEMORY;
+            flight.status = status;
+        }
     }
 }
 

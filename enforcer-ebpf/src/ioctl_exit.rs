@@ -1,19 +1,22 @@
 //! `tracepoint/syscalls/sys_exit_ioctl`: settle what the entry hook or a deny backend reserved.
 
-use aya_ebpf::{macros::tracepoint, programs::TracePointContext};
+use aya_ebpf::{
+    helpers::generated::bpf_send_signal, macros::tracepoint, programs::TracePointContext,
+};
 use gpuquota_common::{
     event::{self, Event},
     map::{
-        InFlight, MAX_GPUS, NO_TENANT, Object, ObjectKey, Settings, call, counter, kind,
+        InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, Object, ObjectKey, Settings, call, cell,
+        counter, kind, refusal, settings_flags,
     },
     nvidia::{IoctlCmd, class, nvos32, nvos55, nvos64, status, status_offset},
-    rm::{CallerMemory, object_kind},
+    rm::{self, Call, CallerMemory, object_kind},
 };
 
 use crate::{
     ledger::{self, Reserved},
-    maps::{IN_FLIGHT, OBJECTS, count, emit, now, settings},
-    rm::Caller,
+    maps::{IN_FLIGHT, OBJECTS, budget, count, emit, now, settings},
+    rm::{Caller, gpu_of},
     task,
 };
 
@@ -30,6 +33,10 @@ pub fn ioctl_exit(ctx: TracePointContext) -> u32 {
     };
     let _ = IN_FLIGHT.remove(thread);
     let settings = settings();
+    let mut flight = flight;
+    if flight.call == call::UNREADABLE && !read_late(&settings, &mut flight) {
+        return 0;
+    }
     let ret = task::record::<i64>(&ctx, RECORD_RET);
     if ret == 0 && status_is_ok(&flight) {
         settle(&settings, &flight);
@@ -42,6 +49,36 @@ pub fn ioctl_exit(ctx: TracePointContext) -> u32 {
         );
     }
     0
+}
+
+/// Reads a call that could not be read at its entry: the driver has paged in what it needed.
+///
+/// Returns whether it concerns the ledger.
+#[inline(always)]
+fn read_late(settings: &Settings, flight: &mut InFlight) -> bool {
+    let Ok((cmd, arg)) = rm::unwrap_xfer(&Caller, IoctlCmd::from_raw(flight.cmd), flight.arg) else {
+        return false;
+    };
+    let mut decoded = Call::default();
+    if rm::decode(&Caller, cmd, arg, &mut decoded).is_err()
+        || decoded.call == 0
+        || decoded.call == rm::CALL_CONTROL
+    {
+        return false;
+    }
+    flight.arg = arg;
+    flight.cmd = u32::from(cmd.nr) | u32::from(cmd.size) << 16;
+    flight.call = decoded.call;
+    flight.wanted = decoded.wanted;
+    flight.granted = decoded.granted;
+    flight.granted_is_limit = decoded.granted_is_limit;
+    flight.client = decoded.client;
+    flight.parent = decoded.parent;
+    flight.handle = decoded.handle;
+    flight.class = decoded.class;
+    flight.source = decoded.source;
+    flight.gpu = gpu_of(settings, &decoded);
+    true
 }
 
 /// The driver reports most failures in the argument, with 0 as the call's own result.
@@ -144,6 +181,7 @@ fn charge(settings: &Settings, tgid: u32, flight: &InFlight) -> u64 {
                     cgroup: flight.cgroup,
                     at_ns: now(),
                 });
+                answer_breach(settings, flight, limited_by);
             }
         } else if flight.reserved > bytes {
             ledger::unreserve(
@@ -158,7 +196,33 @@ fn charge(settings: &Settings, tgid: u32, flight: &InFlight) -> u64 {
     bytes
 }
 
-/// The size that the driver granted, in whole 64 KiB pages; what was asked for where it cannot be read.
+/// Signals a process that got memory past a budget, where the budget says so.
+///
+/// One that had been refused, or admitted with less, has changed the call behind our back: it is killed. One that
+/// nothing could refuse is asked to end; the daemon sees to it that it does.
+#[inline(always)]
+fn answer_breach(settings: &Settings, flight: &InFlight, limited_by: u32) {
+    const SIGKILL: u32 = 9;
+    const SIGTERM: u32 = 15;
+    if settings.flags & settings_flags::ANSWER_BREACHES == 0 || limited_by >= MAX_TENANTS {
+        return;
+    }
+    let ends = budget(settings.generation, cell(limited_by, flight.gpu))
+        .is_some_and(|budget| budget.end_on_breach == 1);
+    if !ends {
+        return;
+    }
+    let signal = if flight.refusal == refusal::NONE && flight.admitted == 0 {
+        SIGTERM
+    } else {
+        SIGKILL
+    };
+    // SAFETY: the process that is signalled is the caller itself (kernel 5.3).
+    unsafe { bpf_send_signal(signal) };
+}
+
+/// The size that the driver granted, but at least what it takes for what was asked: the size that it writes
+/// back may leave out what it rounds up to.
 #[inline(always)]
 fn granted(flight: &InFlight) -> u64 {
     const PAGE: u64 = 64 << 10;
@@ -176,7 +240,7 @@ fn granted(flight: &InFlight) -> u64 {
     if size == 0 || rounded > flight.wanted.saturating_mul(2).saturating_add(2 << 20) {
         return flight.wanted;
     }
-    rounded
+    rounded.max(flight.wanted)
 }
 
 /// Puts a new object into the map, in place of one whose free was not seen.

@@ -9,13 +9,15 @@ use gpuquota_common::{
     event::{self, Event},
     map::{
         AccountKey, MAX_GPUS, MAX_NESTING, MAX_TENANTS, NO_TENANT, Object, ObjectKey,
-        ORPHAN_CLIENT, Refusal, SECOND_TRY_NS, Usage, cell, counter, kind,
+        ORPHAN_CLIENT, Refusal, SECOND_TRY_NS, Usage, cell, counter, kind, on_max,
     },
+    nvidia::status,
 };
 
 use crate::{
     atomic::Word,
     maps::{ACCOUNTS, OBJECTS, REFUSALS, USAGE, budget, count, emit, now, tenant_row},
+    waiting,
 };
 
 /// Outcome of a reservation.
@@ -31,6 +33,83 @@ pub enum Reserved {
     },
 }
 
+/// A call that asks for memory.
+#[derive(Clone, Copy)]
+pub struct Request {
+    /// The calling thread.
+    pub thread: u32,
+    /// Tenant that pays.
+    pub tenant: u32,
+    /// GPU.
+    pub gpu: u32,
+    /// What the call asks for.
+    pub bytes: u64,
+    /// What of it is reserved already.
+    pub reserved: u64,
+}
+
+/// Answer to a [`Request`].
+#[derive(Clone, Copy)]
+pub enum Decision {
+    /// All of it is reserved.
+    Granted,
+    /// Nothing more is reserved; the caller gets this status of the driver.
+    Refused {
+        status: u32,
+        limited_by: u32,
+        /// Whether it is a refusal of its own, not libcuda's second try or a wait that goes on.
+        first: bool,
+    },
+}
+
+/// Decides about a call, counts and reports a refusal. The one place where it is done, for every backend.
+///
+/// What happens above the limit is up to the innermost tenant's budget, whichever limit is in the way.
+#[inline(always)]
+pub fn decide(generation: u64, request: &Request) -> Decision {
+    let &Request { thread, tenant, gpu, bytes, reserved } = request;
+    if tenant >= MAX_TENANTS || gpu >= MAX_GPUS {
+        return Decision::Refused { status: status::NO_MEMORY, limited_by: NO_TENANT, first: true };
+    }
+    let at = cell(tenant, gpu);
+    let patience = match budget(generation, at) {
+        Some(budget) if budget.on_max == on_max::WAIT => budget.wait_ns,
+        _ => 0,
+    };
+    if patience > 0 && !waiting::is_turn(at, thread, bytes) && waiting::wait(at, thread, bytes, patience) {
+        return Decision::Refused { status: status::BUSY_RETRY, limited_by: tenant, first: false };
+    }
+    match reserve(generation, tenant, gpu, bytes - reserved, false) {
+        Reserved::Yes => {
+            if patience > 0 {
+                waiting::done(at, thread);
+            }
+            Decision::Granted
+        }
+        Reserved::No { limited_by, used, limit } => {
+            if patience > 0 && waiting::wait(at, thread, bytes, patience) {
+                return Decision::Refused { status: status::BUSY_RETRY, limited_by, first: false };
+            }
+            let first = refuse(thread, &Event {
+                kind: event::kind::DENIED,
+                tenant,
+                gpu,
+                tgid: thread,
+                limited_by,
+                bytes,
+                used,
+                limit,
+                at_ns: now(),
+                ..Event::default()
+            });
+            if patience > 0 && !first {
+                // The second try of an allocation that has waited long enough; the next one waits anew.
+                waiting::done(at, thread);
+            }
+            Decision::Refused { status: status::NO_MEMORY, limited_by, first }
+        }
+    }
+}
 
 #[inline(always)]
 fn usage(tenant: u32, gpu: u32) -> Option<*mut Usage> {

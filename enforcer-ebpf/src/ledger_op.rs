@@ -7,14 +7,14 @@ use core::ffi::c_void;
 
 use aya_ebpf::programs::RawTracePointContext;
 use gpuquota_common::{
-    event::{self, Event},
-    map::{AccountKey, InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, ObjectKey, counter},
+    map::{AccountKey, InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, ObjectKey, counter, refusal},
+    nvidia::status,
     op::{self, result},
 };
 
 use crate::{
-    ledger::{self, Reserved},
-    maps::{IN_FLIGHT, OBJECTS, count, now, settings},
+    ledger::{self, Decision, Request},
+    maps::{IN_FLIGHT, OBJECTS, count, settings},
 };
 
 /// Runs the operation that the first word names, and returns its result.
@@ -47,31 +47,12 @@ fn admit(thread: u32, tenant: u32, gpu: u32, bytes: u64, arg: u64, cmd: u32) -> 
     let generation = settings().generation;
     // A supervisor that was replaced in mid-decision may have reserved before.
     cancel(thread);
-    match ledger::reserve(generation, tenant, gpu, bytes, false) {
-        Reserved::Yes => {}
-        Reserved::No {
-            limited_by,
-            used,
-            limit,
-        } => {
-            let refusal = Event {
-                kind: event::kind::DENIED,
-                tenant,
-                gpu,
-                tgid: thread,
-                limited_by,
-                bytes,
-                used,
-                limit,
-                at_ns: now(),
-                ..Event::default()
-            };
-            return if ledger::refuse(thread, &refusal) {
-                result::DENIED
-            } else {
-                result::DENIED_AGAIN
-            };
-        }
+    let request = Request { thread, tenant, gpu, bytes, reserved: 0 };
+    match ledger::decide(generation, &request) {
+        Decision::Granted => {}
+        Decision::Refused { status: status::BUSY_RETRY, .. } => return result::WAIT,
+        Decision::Refused { first: true, .. } => return result::DENIED,
+        Decision::Refused { first: false, .. } => return result::DENIED_AGAIN,
     }
     let flight = InFlight {
         arg,
@@ -95,6 +76,10 @@ fn admit(thread: u32, tenant: u32, gpu: u32, bytes: u64, arg: u64, cmd: u32) -> 
         admitted: 1,
         limited_by: NO_TENANT,
         granted_is_limit: 0,
+        refusal: refusal::NONE,
+        status: 0,
+        lever: 0,
+        raised: 0,
     };
     if IN_FLIGHT.insert(thread, flight, 0).is_err() {
         count(counter::INFLIGHT_FULL);

@@ -17,14 +17,19 @@
 )]
 
 mod atomic;
+mod compat;
 mod file;
 mod ledger;
 mod maps;
 mod rm;
 mod task;
+mod waiting;
 
 mod cgroup_mkdir;
 mod cgroup_rmdir;
+mod deny_lsm;
+mod deny_override;
+mod deny_rewrite;
 mod ioctl_enter;
 mod ioctl_exit;
 mod launch;

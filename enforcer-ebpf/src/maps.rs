@@ -9,10 +9,11 @@ use gpuquota_common::{
     event::Event,
     map::{
         AccountKey, Budget, CELLS, Device, DeviceKey, HEARTBEAT_STALE_NS, InFlight, Leaf,
-        MAX_ACCOUNTS, MAX_CGROUPS, MAX_GPUS, MAX_IN_FLIGHT, MAX_OBJECTS, MAX_PROCESSES, MAX_TENANTS, Object, ObjectKey, Process, Refusal, Settings, TenantName, TenantRow, Usage, banked,
-        counter, row,
+        MAX_ACCOUNTS, MAX_CGROUPS, MAX_GPUS, MAX_IN_FLIGHT, MAX_OBJECTS, MAX_PROCESSES, MAX_TENANTS, Object, ObjectKey, Process, Refusal, Rewritten, Settings, TenantName, TenantRow, Usage,
+        banked, counter, row,
     },
     time::{Frozen, FrozenKey},
+    waiting::{Queue, Waiter},
 };
 
 /// Entries are allocated as they are needed (`BPF_F_NO_PREALLOC`): a large bound costs nothing.
@@ -60,6 +61,15 @@ pub static IN_FLIGHT: HashMap<u32, InFlight> = HashMap::with_max_entries(MAX_IN_
 /// Last refusal, by thread. Losing an old one only means that a second try counts as a refusal.
 #[map]
 pub static REFUSALS: LruHashMap<u32, Refusal> = LruHashMap::with_max_entries(4096, 0);
+/// Allocations that wait for memory, by thread.
+#[map]
+pub static WAITERS: LruHashMap<u32, Waiter> = LruHashMap::with_max_entries(4096, 0);
+/// Order among them, by tenant × GPU; user space makes an entry where a budget says "wait".
+#[map]
+pub static QUEUES: HashMap<u32, Queue> = HashMap::with_max_entries(4096, NO_PREALLOC);
+/// What callers wrote where a call was changed, by thread.
+#[map]
+pub static REWRITTEN: LruHashMap<u32, Rewritten> = LruHashMap::with_max_entries(4096, 0);
 /// What is frozen. No program reads it; it is here to live on when the daemon is gone.
 #[map]
 pub static FROZEN: HashMap<FrozenKey, Frozen> = HashMap::with_max_entries(16384, NO_PREALLOC);
@@ -88,7 +98,8 @@ pub fn settings() -> Settings {
         cgroup_epoch: 0,
         daemon_tgid: 0,
         gpus: 0,
-        reserved: 0,
+        deny: 0,
+        flags: 0,
     })
 }
 

@@ -6,7 +6,7 @@ use gpuquota_common::map::counter;
 use nix::sys::utsname::uname;
 
 use crate::{
-    control::{Finding, Verdict},
+    control::{Backend, BackendState, Finding, Verdict},
     driver::Gpu,
     enforcer::ALARMS,
     kernel::{HOOKS, Hook},
@@ -65,13 +65,13 @@ fn lockdown() -> Finding {
             finding(
                 "lockdown",
                 Verdict::Info,
-                format!("{mode}; the backend in use (notify) works under every mode"),
+                format!("{mode}; the backends override and rewrite need \"none\", the others work under every mode"),
             )
         }
         Err(_) => finding(
             "lockdown",
             Verdict::Info,
-            "securityfs is not mounted, so the mode is not known; the backend in use (notify) does not mind".to_owned(),
+            "securityfs is not mounted, so the mode is not known".to_owned(),
         ),
     }
 }
@@ -140,6 +140,24 @@ pub fn driver_version(version: &str, enforcing: bool) -> Finding {
             ),
         )
     }
+}
+
+/// A backend for memory budgets.
+pub fn backend(backend: &Backend) -> Finding {
+    let verdict = match backend.state {
+        BackendState::Active => Verdict::Ok,
+        BackendState::Available | BackendState::Unavailable => Verdict::Info,
+    };
+    let state = match backend.state {
+        BackendState::Active => "in use",
+        BackendState::Available => "not in use",
+        BackendState::Unavailable => "not offered",
+    };
+    finding(
+        &format!("memory backend {}", backend.name),
+        verdict,
+        format!("{state}: {}", backend.reason),
+    )
 }
 
 /// A GPU and whether its number in the driver's calls is known.

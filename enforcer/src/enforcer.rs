@@ -9,6 +9,7 @@ mod governing;
 mod judging;
 mod measuring;
 mod policy;
+mod refusing;
 mod timing;
 mod watching;
 
@@ -30,10 +31,12 @@ use tokio::sync::broadcast;
 use tracing::warn;
 
 use crate::{
+    backend::{Choice, Lacking, NotOffered},
     cgroup::{CgroupError, Hierarchy},
     config::{Config, MemoryBackend},
     control::Notice,
     driver::{Driver, DriverError, Topology, nvidia::Nvidia},
+    ending::Endings,
     kernel::{Kernel, KernelError, PinDir},
     lifecycle::Proc,
     policy_files::FileError,
@@ -54,6 +57,9 @@ const NOTICES: usize = 1024;
 /// Why the daemon cannot start, or a policy cannot come into force.
 #[derive(Debug, thiserror::Error)]
 pub enum EnforcerError {
+    /// The backend that is wanted by name is not there.
+    #[error(transparent)]
+    NotOffered(#[from] NotOffered),
     /// The kernel side.
     #[error(transparent)]
     Kernel(#[from] KernelError),
@@ -127,6 +133,9 @@ pub struct Enforcer {
     driver_version: String,
     /// False for a driver that is not known: then everything is observed and nothing refused.
     enforcing: bool,
+    choice: Choice,
+    lacking: Lacking,
+    endings: Endings,
     /// False for a driver that is not known: then nobody's GPU time is touched.
     known_driver: bool,
     /// Why maps and links are not pinned, if they are not.
@@ -183,6 +192,8 @@ impl Enforcer {
         let processes = Proc::new(&control).map_err(system("looking at nvidiactl"))?;
         let (pins, unpinned) = open_pins(&config)?;
         let (kernel, events) = Kernel::attach(pins.as_ref())?;
+        let enforcing = known && memory != MemoryBackend::Observe;
+        let (choice, lacking) = refusing::establish(&kernel, pins.as_ref(), &config, enforcing)?;
         let (notices, _) = broadcast::channel(NOTICES);
         let enforcer = Arc::new(Self {
             in_force: RwLock::new(InForce {
@@ -200,7 +211,10 @@ impl Enforcer {
             topology,
             host,
             driver_version: snapshot.driver_version.clone(),
-            enforcing: known && memory != MemoryBackend::Observe,
+            enforcing,
+            choice,
+            lacking,
+            endings: Endings::default(),
             known_driver: known,
             unpinned,
             processes: Arc::new(processes),

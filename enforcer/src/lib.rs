@@ -1,11 +1,13 @@
 //! The library behind `gpuquotad` and `gpuquotactl`.
 
+pub mod backend;
 pub mod cgroup;
 pub mod client;
 pub mod config;
 pub mod control;
 pub mod doctor;
 pub mod driver;
+pub mod ending;
 pub mod enforcer;
 pub mod kernel;
 pub mod lifecycle;

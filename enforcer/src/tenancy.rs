@@ -8,8 +8,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use gpuquota_common::map::{Budget, MAX_NESTING, MAX_TENANTS, NO_TENANT, TenantRow, row};
-use gpuquota_policy::{HostGpu, Policy};
+use gpuquota_common::map::{Budget, MAX_NESTING, MAX_TENANTS, NO_TENANT, TenantRow, on_max, row};
+use gpuquota_policy::{HostGpu, OnBreach, OnMemoryMax, Policy};
 
 /// Why a policy cannot be put into the kernel.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -217,6 +217,13 @@ fn budgets(
             let budget = Budget {
                 memory_max: effective.memory.max.unwrap_or(u64::MAX),
                 memory_high: effective.memory.high.unwrap_or(u64::MAX),
+                wait_ns: u64::try_from(effective.memory.wait_timeout.as_nanos()).unwrap_or(u64::MAX),
+                on_max: match effective.memory.on_max {
+                    OnMemoryMax::Deny => on_max::DENY,
+                    OnMemoryMax::Wait => on_max::WAIT,
+                    OnMemoryMax::Kill => on_max::KILL,
+                },
+                end_on_breach: u32::from(effective.memory.on_breach == OnBreach::Kill),
             };
             budgets.insert((index, gpu.index), budget);
         }

@@ -5,7 +5,7 @@ use std::{path::PathBuf, process::ExitCode, sync::Arc};
 use anyhow::Context as _;
 use clap::Parser;
 use gpuquota_enforcer::{
-    config::{Bus, Config, ConfigError, MemoryBackend},
+    config::{Bus, Config, ConfigError},
     control,
     enforcer::{Enforcer, EnforcerError, Enrolment},
     kernel::PinDir,
@@ -51,7 +51,11 @@ fn main() -> ExitCode {
             let bad_configuration = error.downcast_ref::<ConfigError>().is_some()
                 || matches!(
                     error.downcast_ref::<EnforcerError>(),
-                    Some(EnforcerError::Policy(_) | EnforcerError::Tenancy(_))
+                    Some(
+                        EnforcerError::Policy(_)
+                            | EnforcerError::Tenancy(_)
+                            | EnforcerError::NotOffered(_)
+                    )
                 );
             if bad_configuration {
                 ExitCode::from(BAD_CONFIGURATION)
@@ -101,7 +105,6 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         info!("settings and policy load");
         return Ok(());
     }
-    refuse_missing_backend(config.enforcement.memory)?;
     for warning in config.warnings() {
         warn!("{warning}");
     }
@@ -126,17 +129,6 @@ fn release_all(config: &Config) -> anyhow::Result<()> {
     time::release::after_daemon(&pins, &config.gpu.device_dir)
         .context("thawing")
         .map(drop)
-}
-
-/// A backend that is asked for by name and is not there is an error, not a weaker promise.
-fn refuse_missing_backend(backend: MemoryBackend) -> anyhow::Result<()> {
-    match backend {
-        MemoryBackend::Auto | MemoryBackend::Notify | MemoryBackend::Observe => Ok(()),
-        other => anyhow::bail!(
-            "enforcement.memory = \"{other}\": this version has no such backend; it has notify (seccomp user \
-             notification) and observe"
-        ),
-    }
 }
 
 async fn serve(config: Config) -> anyhow::Result<()> {

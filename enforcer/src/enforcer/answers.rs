@@ -8,6 +8,7 @@ use tokio::sync::broadcast;
 
 use super::{Enforcer, EnforcerError};
 use crate::{
+    backend,
     config::MemoryBackend,
     control::{
         Backend, BackendState, Control, ControlError, Finding, Gpu, Held, Notice, PolicyLoaded,
@@ -26,28 +27,16 @@ impl Control for Enforcer {
     }
 
     fn backends(&self) -> Vec<Backend> {
-        let notify = if self.enforcing() {
-            (
-                BackendState::Active,
-                "decides for every command started by `gpuquotactl run`, and for containers whose runtime \
-                 hands their listener over",
-            )
-        } else if self.config.enforcement.memory == MemoryBackend::Observe {
-            (
-                BackendState::Available,
-                "enforcement.memory is \"observe\": nothing is refused",
-            )
-        } else {
-            (
-                BackendState::Available,
-                "the driver version is not known: nothing is refused; see gpu.accept-driver",
-            )
-        };
-        vec![Backend {
-            name: "notify".to_owned(),
-            state: notify.0,
-            reason: notify.1.to_owned(),
-        }]
+        let mut backends = backend::describe(self.config.enforcement.memory, &self.lacking, self.choice);
+        if !self.enforcing && self.config.enforcement.memory != MemoryBackend::Observe {
+            for backend in &mut backends {
+                if backend.state == BackendState::Available {
+                    "the driver version is not known: nothing is refused; see gpu.accept-driver"
+                        .clone_into(&mut backend.reason);
+                }
+            }
+        }
+        backends
     }
 
     fn policy_generation(&self) -> u64 {
@@ -192,11 +181,6 @@ impl Control for Enforcer {
 }
 
 impl Enforcer {
-    /// Whether anything is refused.
-    pub(super) fn enforcing(&self) -> bool {
-        self.enforcing
-    }
-
     pub(super) fn known_tenant(&self, name: &str) -> Result<(), ControlError> {
         if self.read().policy.tenants.contains_key(name) {
             return Ok(());
@@ -288,6 +272,7 @@ impl Enforcer {
     /// What only the running daemon knows.
     fn own_findings(&self) -> Vec<Finding> {
         let mut findings = vec![doctor::driver_version(&self.driver_version, self.enforcing)];
+        findings.extend(self.backends().iter().map(doctor::backend));
         findings.extend(self.topology.gpus.iter().map(doctor::gpu));
         findings.push(match &self.unpinned {
             None => doctor::finding(
@@ -385,5 +370,6 @@ pub(crate) const ALARMS: &[(u32, &str, &str)] = &[
     (counter::INFLIGHT_FULL, "calls not followed", "too many at once; their memory is not charged"),
     (counter::OBJECTS_FULL, "objects not recorded", "the map is full; they are released with their process"),
     (counter::PROCESSES_FULL, "processes not recorded", "the map is full"),
+    (counter::NOT_REFUSED, "refusals without effect", "the caller's memory could not be written; the call failed with an error number, or went on and was answered by memory.on-breach"),
     (counter::UNKNOWN_GPU, "allocations on an unknown GPU", "their clients were there before the daemon"),
 ];

@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use gpuquota_common::map::{MAX_TENANTS, NO_TENANT, Object, ObjectKey, TenantRow, row};
+use gpuquota_common::map::{MAX_TENANTS, NO_TENANT, Object, ObjectKey, TenantRow, on_max, row};
 use gpuquota_policy::Policy;
 use tracing::{info, warn};
 
@@ -89,6 +89,9 @@ impl Enforcer {
         }
         for ((index, gpu), budget) in &plan.budgets {
             self.kernel.set_budget(generation, *index, *gpu, *budget)?;
+            if budget.on_max == on_max::WAIT {
+                self.kernel.make_queue(*index, *gpu)?;
+            }
         }
         Ok(())
     }

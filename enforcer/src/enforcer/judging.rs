@@ -24,7 +24,8 @@ use crate::{
 
 impl Enforcer {
     fn decide(&self, waiting: &Waiting) -> Verdict {
-        if !self.enforcing {
+        // Without it the programs in the kernel decide, about this process as about every other.
+        if !self.choice.supervised {
             return Verdict::Continue;
         }
         if !self.is_driver_fd(waiting.thread, waiting.fd) {
@@ -59,6 +60,7 @@ impl Enforcer {
         };
         match self.kernel.admit(request) {
             Ok(Admission::Granted) => Verdict::Continue,
+            Ok(Admission::Wait) => Verdict::Refuse(status::BUSY_RETRY),
             Ok(Admission::Refused) => Verdict::Refuse(status::NO_MEMORY),
             Err(error) => {
                 error!(%error, "the ledger does not answer; refused an allocation");

@@ -128,6 +128,7 @@ impl Enforcer {
             kind::CGROUP_MKDIR => self.cgroup_made(event.cgroup),
             kind::CGROUP_RMDIR => self.cgroup_removed(event.cgroup),
             _ => {
+                self.answer(event);
                 if let Some(notice) = self.notice(event) {
                     self.notify(notice);
                 }
@@ -275,7 +276,7 @@ fn read_event(bytes: &[u8]) -> Option<Event> {
 }
 
 /// The process of a thread; the thread itself where it is gone.
-fn process_of(thread: u32) -> u32 {
+pub(super) fn process_of(thread: u32) -> u32 {
     let read = || -> io::Result<Option<u32>> {
         let text = fs::read_to_string(format!("/proc/{thread}/status"))?;
         Ok(text

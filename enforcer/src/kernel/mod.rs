@@ -3,6 +3,7 @@
 //! [`Kernel`] is the only place that touches BPF objects. It outlives the daemon: maps and links are pinned
 //! under the BPF file system, so a restart finds the ledger as it was and nobody runs unobserved meanwhile.
 
+mod deny;
 mod leftovers;
 mod offsets;
 mod pins;
@@ -28,8 +29,10 @@ use gpuquota_common::{
     },
     op,
     time::{Frozen, FrozenKey},
+    waiting::Queue,
 };
 
+pub use deny::DenyHook;
 pub use leftovers::Leftovers;
 pub use offsets::OffsetError;
 pub use pins::PinDir;
@@ -129,6 +132,8 @@ pub enum Admission {
     Granted,
     /// A budget is in the way.
     Refused,
+    /// A budget is in the way now; the caller is to try again.
+    Wait,
 }
 
 /// Programs and maps.
@@ -136,6 +141,8 @@ pub struct Kernel {
     ebpf: Mutex<Ebpf>,
     /// Links that are not pinned, because there is no BPF file system; dropped with the daemon.
     _links: Vec<FdLink>,
+    /// The same for the programs that refuse.
+    deny_links: Mutex<Vec<FdLink>>,
     settings: Mutex<Array<MapData, Settings>>,
     tenants: Mutex<Array<MapData, TenantRow>>,
     names: Mutex<Array<MapData, TenantName>>,
@@ -145,6 +152,7 @@ pub struct Kernel {
     instances: Mutex<Array<MapData, u32>>,
     processes: Mutex<HashMap<MapData, u32, Process>>,
     frozen: Mutex<HashMap<MapData, FrozenKey, Frozen>>,
+    queues: Mutex<HashMap<MapData, u32, Queue>>,
     usage: Array<MapData, Usage>,
     objects: HashMap<MapData, ObjectKey, Object>,
     accounts: HashMap<MapData, AccountKey, u64>,
@@ -201,6 +209,7 @@ impl Kernel {
             instances,
             processes,
             frozen,
+            queues,
             usage,
             objects,
             accounts,
@@ -211,6 +220,8 @@ impl Kernel {
         let kernel = Self {
             ebpf: Mutex::new(ebpf),
             _links: links,
+            deny_links: Mutex::default(),
+            queues: Mutex::new(queues),
             settings: Mutex::new(settings),
             tenants: Mutex::new(tenants),
             names: Mutex::new(names),
@@ -294,6 +305,16 @@ impl Kernel {
         lock(&self.budgets)
             .set(banked(generation, cell(tenant, gpu), CELLS), budget, 0)
             .map_err(map_error("BUDGETS"))
+    }
+
+    /// Makes the queue in which allocations of a tenant on a GPU wait; one that is there stays.
+    pub fn make_queue(&self, tenant: u32, gpu: u32) -> Result<(), KernelError> {
+        // BPF_NOEXIST: who waits in it keeps the place.
+        const IF_NONE: u64 = 1;
+        match lock(&self.queues).insert(cell(tenant, gpu), Queue::default(), IF_NONE) {
+            Err(MapError::SyscallError(error)) if error.io_error.raw_os_error() == Some(libc::EEXIST) => Ok(()),
+            other => other.map_err(map_error("QUEUES")),
+        }
     }
 
     /// What a tenant uses on a GPU.
@@ -450,6 +471,7 @@ impl Kernel {
         match answer {
             op::result::OK => Ok(Admission::Granted),
             op::result::DENIED | op::result::DENIED_AGAIN => Ok(Admission::Refused),
+            op::result::WAIT => Ok(Admission::Wait),
             answer => Err(KernelError::Operation {
                 operation: op::ADMIT,
                 answer,
@@ -543,6 +565,7 @@ struct Maps {
     instances: Array<MapData, u32>,
     processes: HashMap<MapData, u32, Process>,
     frozen: HashMap<MapData, FrozenKey, Frozen>,
+    queues: HashMap<MapData, u32, Queue>,
     usage: Array<MapData, Usage>,
     objects: HashMap<MapData, ObjectKey, Object>,
     accounts: HashMap<MapData, AccountKey, u64>,
@@ -563,6 +586,7 @@ impl Maps {
             instances: take(ebpf, "INSTANCES")?,
             processes: take(ebpf, "PROCESSES")?,
             frozen: take(ebpf, "FROZEN")?,
+            queues: take(ebpf, "QUEUES")?,
             usage: take(ebpf, "USAGE")?,
             objects: take(ebpf, "OBJECTS")?,
             accounts: take(ebpf, "ACCOUNTS")?,
