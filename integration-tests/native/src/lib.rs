@@ -373,7 +373,8 @@ pub struct Actor {
 }
 
 impl Actor {
-    fn start(mut command: Command) -> Self {
+    /// Starts a workload whose command ends in `interactive`.
+    pub fn start(mut command: Command) -> Self {
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
