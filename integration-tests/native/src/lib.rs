@@ -187,6 +187,12 @@ impl Bed {
         daemon.wait().expect("waited for");
     }
 
+    /// Takes every program off the kernel, as an admin does who removes the daemon.
+    pub fn detach(&self) {
+        let status = self.daemon_command().arg("--detach-all").status();
+        assert!(status.expect("gpuquotad").success(), "{}", self.log());
+    }
+
     /// Asks the daemon; `None` if it does not answer.
     fn try_call<T, E>(&self, ask: impl AsyncFnOnce(Client) -> Result<T, E>) -> Option<T> {
         let bus: Bus = self.bus().parse().expect("an address");
@@ -270,6 +276,12 @@ impl Bed {
             }
             thread::sleep(Duration::from_millis(10));
         }
+    }
+
+    /// What systemd runs when the daemon has ended.
+    pub fn release_all(&self) -> Output {
+        let mut command = self.daemon_command();
+        command.arg("--release-all").output().expect("gpuquotad --release-all")
     }
 
     /// `gpuquotactl` with these arguments, to its end.

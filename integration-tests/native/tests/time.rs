@@ -132,3 +132,274 @@ fn time_is_shared_by_weight() {
         assert_close(&shares(&sum), &wanted, 2.0);
     }
 }
+
+#[test]
+fn more_tenants_and_more_processes_share_by_weight() {
+    let bed = Bed::new(&tenants(&[
+        ("a", "time.weight = 100"),
+        ("b", "time.weight = 200"),
+        ("c", "time.weight = 200"),
+    ]));
+    // Two processes in one tenant count as one.
+    let (mut actors, pids) = actors(&bed, &["a", "b", "b", "c"]);
+    saturate(&mut actors, Duration::from_secs(3));
+    let used = used_in(&bed, &pids, Duration::from_millis(2500));
+    let shares = shares(&used);
+    assert_close(&shares, &[20.0, 20.0, 20.0, 40.0], 2.5);
+}
+
+#[test]
+fn a_change_is_in_the_driver_within_50_ms() {
+    let bed = Bed::new(&tenants(&[("a", "time.weight = 100"), ("b", "time.weight = 100")]));
+    let (mut first, pids) = actors(&bed, &["a"]);
+    let a = pids[0];
+    // Alone in its round.
+    wait_for("a slice", Duration::from_secs(1), || slices(&bed, a) == [10_000; 4]);
+    // Another tenant gets a context, and another one in the same tenant, and loses it again.
+    let (others, pids) = actors(&bed, &["b"]);
+    let took = wait_for("two slices", Duration::from_secs(1), || {
+        slices(&bed, a) == [5000; 4] && slices(&bed, pids[0]) == [5000; 4]
+    });
+    println!("a new tenant: {took:?} after it said that it has a context");
+    assert!(took < Duration::from_millis(100), "{took:?}");
+    drop(others);
+    wait_for("one slice", Duration::from_secs(2), || slices(&bed, a) == [10_000; 4]);
+    let (_others, pids) = actors(&bed, &["b"]);
+    wait_for("two slices", Duration::from_secs(1), || slices(&bed, a) == [5000; 4]);
+    let set = bed.ctl(&["set-property", "b", "time.weight=300", "--runtime"]);
+    assert!(set.status.success(), "{set:?}");
+    let took = wait_for("new weights", Duration::from_secs(1), || {
+        slices(&bed, a) == [2500; 4] && slices(&bed, pids[0]) == [7500; 4]
+    });
+    println!("a new weight: {took:?} after set-property ended");
+    assert!(took < Duration::from_millis(100), "{took:?}");
+    assert_eq!(first[0].tell("alloc 2MiB"), "allocated 2097152");
+}
+
+#[test]
+fn a_tenants_own_slice_is_undone_and_counted() {
+    let bed = Bed::new(&tenants(&[("a", "")]));
+    let mut command = bed.run_command("a");
+    command
+        .arg(gpuquota_native_tests::binary("simtenant"))
+        .args(["--raw", "script", "slice 50000; hold 3s"]);
+    let mut child = command.spawn().expect("a workload");
+    let all_slices = || -> Vec<u64> {
+        let truth = bed.sim.truth().expect("the truth");
+        truth
+            .clients
+            .iter()
+            .flat_map(|client| client.groups.iter().map(|group| group.slice_us))
+            .collect()
+    };
+    wait_for("the slice of the policy", Duration::from_secs(2), || {
+        all_slices() == [10_000] && bed.usage("a", 0).time.is_some_and(|time| time.own_controls > 0)
+    });
+    thread::sleep(Duration::from_millis(200));
+    assert_eq!(all_slices(), [10_000]);
+    child.wait().expect("waited for");
+}
+
+#[test]
+fn a_tenant_is_frozen_and_goes_on() {
+    let bed = Bed::new(&tenants(&[("a", ""), ("b", "")]));
+    let (mut actors, pids) = actors(&bed, &["a", "b"]);
+    saturate(&mut actors, Duration::from_secs(4));
+    let frozen = bed.ctl(&["freeze", "a"]);
+    assert!(frozen.status.success(), "{frozen:?}");
+    assert_eq!(disabled(&bed, pids[0]), (20, 20));
+    let used = used_in(&bed, &pids, Duration::from_millis(800));
+    // Not a nanosecond; and the other one has the GPU for itself.
+    assert!(used[0].abs() < f64::EPSILON && used[1] > 700.0, "{used:?}");
+    let status = bed.ctl(&["status", "a"]);
+    assert!(String::from_utf8_lossy(&status.stdout).contains("command"), "{status:?}");
+    // A context that it makes while frozen is frozen as well.
+    let mut late = bed.actor("a");
+    late.order("context");
+    let late_pid = late.workload_pid();
+    wait_for("a frozen newcomer", Duration::from_secs(3), || disabled(&bed, late_pid) == (20, 20));
+    let thawed = bed.ctl(&["thaw", "a"]);
+    assert!(thawed.status.success(), "{thawed:?}");
+    assert_eq!(disabled(&bed, pids[0]), (0, 20));
+    assert_eq!(disabled(&bed, late_pid), (0, 20));
+    let used = used_in(&bed, &pids, Duration::from_millis(800));
+    assert!(used[0] > 250.0, "{used:?}");
+    for actor in &mut actors {
+        let answer = actor.answer();
+        assert!(answer.starts_with("launched"), "{answer}");
+    }
+    // Nobody else is touched by an order that names nobody.
+    assert!(!bed.ctl(&["freeze", "nobody"]).status.success());
+    assert!(!bed.ctl(&["freeze", "a", "--gpu", "7"]).status.success());
+}
+
+#[test]
+fn a_frozen_tenant_can_be_killed() {
+    let bed = Bed::new(&tenants(&[("a", "")]));
+    let (mut actors, pids) = actors(&bed, &["a"]);
+    saturate(&mut actors, Duration::from_secs(60));
+    assert!(bed.ctl(&["freeze", "a"]).status.success());
+    assert_eq!(disabled(&bed, pids[0]), (20, 20));
+    actors[0].kill_workload();
+    wait_for("its end", Duration::from_secs(2), || disabled(&bed, pids[0]) == (0, 0));
+    assert_eq!(bed.wait_for_nothing(Duration::from_secs(2)), []);
+    // The next one is frozen by the same order, until it ends.
+    assert!(bed.ctl(&["thaw", "a"]).status.success());
+    let (mut next, pids) = self::actors(&bed, &["a"]);
+    assert_eq!(disabled(&bed, pids[0]), (0, 20));
+    assert!(next[0].tell("launch --for 100ms").starts_with("launched"));
+}
+
+#[test]
+fn a_ceiling_holds_on_an_idle_gpu() {
+    for percent in [25, 50, 75] {
+        let bed = Bed::new(&tenants(&[("a", &format!("time.max = \"{percent}%\""))]));
+        let (mut actors, pids) = actors(&bed, &["a"]);
+        saturate(&mut actors, Duration::from_secs(6));
+        thread::sleep(Duration::from_secs(1));
+        let used = used_in(&bed, &pids, Duration::from_secs(4));
+        let got = used[0] / 40.0;
+        println!("{percent} %: {got:.1} %");
+        assert_close(&[got], &[f64::from(percent)], 3.0);
+        actors[0].answer();
+        wait_for("thawed", Duration::from_secs(5), || disabled(&bed, pids[0]).0 == 0);
+    }
+}
+
+#[test]
+fn ceilings_are_spread_and_a_nested_tenant_pays_for_its_outer_one() {
+    let bed = Bed::new(
+        "[tenant.a]\ncgroup = \"@/a.slice\"\ntime.max = \"50%\"\n\
+         [tenant.b]\ncgroup = \"@/b.slice\"\ntime.max = \"50%\"\n\
+         [tenant.inner]\ncgroup = \"@/b.slice/inner.slice\"\n",
+    );
+    bed.hierarchy().create(&bed.cgroup("/b.slice/inner.slice")).expect("a cgroup");
+    let (mut actors, pids) = actors(&bed, &["a", "inner"]);
+    saturate(&mut actors, Duration::from_secs(5));
+    thread::sleep(Duration::from_secs(1));
+    let used = used_in(&bed, &pids, Duration::from_secs(3));
+    // While one is frozen the other runs: both get their half, although they share the GPU.
+    assert_close(&[used[0] / 30.0, used[1] / 30.0], &[50.0, 50.0], 5.0);
+}
+
+#[test]
+fn an_exclusive_class_keeps_others_out_and_nobody_starves() {
+    let bed = Bed::new(
+        "[class.urgent]\npriority = 200\nexclusive = true\n\
+         [tenant.a]\ncgroup = \"@/a.slice\"\nclass = \"urgent\"\n\
+         [tenant.b]\ncgroup = \"@/b.slice\"\nclass = \"best-effort\"\ntime.starve-max = \"500ms\"\n",
+    );
+    let (mut actors, pids) = actors(&bed, &["a", "b"]);
+    saturate(&mut actors, Duration::from_secs(5));
+    let used = used_in(&bed, &pids, Duration::from_secs(3));
+    let share = shares(&used);
+    println!("exclusive: {share:?}");
+    // Every half second a round of 10 ms, of which it gets its share.
+    assert!(share[0] > 96.0 && used[1] > 0.0, "{share:?}");
+    for actor in &mut actors {
+        assert!(actor.answer().starts_with("launched"));
+    }
+    // With nobody urgent about, the other one has the GPU.
+    actors[1].order(&format!("{SATURATE} 3s"));
+    thread::sleep(Duration::from_millis(1500));
+    let used = used_in(&bed, &pids, Duration::from_secs(1));
+    assert!(used[1] > 900.0, "{used:?}");
+}
+
+#[test]
+fn a_latency_target_squeezes_best_effort_tenants() {
+    let bed = Bed::new(
+        "[tenant.a]\ncgroup = \"@/a.slice\"\nclass = \"guaranteed\"\ntime.weight = 100\ntime.latency-target = \"2ms\"\n\
+         [tenant.b]\ncgroup = \"@/b.slice\"\nclass = \"best-effort\"\ntime.weight = 100\n",
+    );
+    let (mut actors, pids) = actors(&bed, &["a", "b"]);
+    assert_eq!(slices(&bed, pids[1]), [5000; 4]);
+    saturate(&mut actors, Duration::from_secs(4));
+    wait_for("a squeeze", Duration::from_secs(3), || slices(&bed, pids[1])[0] <= 1600);
+    // 2 ms are one slice of 1250 µs and two switches of 200: two steps are enough.
+    thread::sleep(Duration::from_secs(1));
+    assert_eq!(slices(&bed, pids[1])[0], 1250);
+    assert_eq!(slices(&bed, pids[0])[0], 5000);
+    for actor in &mut actors {
+        assert!(actor.answer().starts_with("launched"));
+    }
+    // Nobody has a target to meet any more.
+    wait_for("a release", Duration::from_secs(8), || slices(&bed, pids[1])[0] == 5000);
+}
+
+#[test]
+fn gpu_time_and_pressure_are_accounted() {
+    let bed = Bed::new(&tenants(&[("a", "time.max = \"40%\""), ("b", "")]));
+    let (mut actors, pids) = actors(&bed, &["a"]);
+    saturate(&mut actors, Duration::from_secs(4));
+    thread::sleep(Duration::from_secs(3));
+    let time = bed.usage("a", 0).time.expect("time is controlled");
+    let truth = busy(&bed)[&pids[0]];
+    let known = time.used.as_secs_f64() * 1e3;
+    println!("{time:?}, truth {truth:.0} ms");
+    assert!((known - truth).abs() < 0.1 * truth + 200.0, "{known} for {truth}");
+    assert_close(&[100.0 * time.share_1s], &[40.0], 8.0);
+    // It wanted all of the GPU and got less than half of it.
+    assert!(time.pressure.full.avg10 > 0.1, "{time:?}");
+    let other = bed.usage("b", 0).time.expect("time is controlled");
+    assert_eq!(other.used, Duration::ZERO);
+    assert!(other.pressure.some.total.is_zero());
+}
+
+/// A daemon that is gone leaves nobody frozen: after the next start, and after what systemd runs.
+#[test]
+fn nobody_stays_frozen_when_the_daemon_is_gone() {
+    let rounds: u32 = std::env::var("GPUQUOTA_CRASHES")
+        .ok()
+        .and_then(|number| number.parse().ok())
+        .unwrap_or(10);
+    let policy = tenants(&[
+        ("a", "time.max = \"30%\""),
+        ("b", "time.max = \"60%\""),
+        ("c", "time.weight = 10"),
+    ]);
+    let mut bed = Bed::new(&policy);
+    let (mut actors, pids) = actors(&bed, &["a", "b", "c"]);
+    for actor in &mut actors {
+        actor.order("launch --rate max --kernel-us 500 --for 1h");
+    }
+    let mut found_frozen = 0;
+    let mut random = u64::from(std::process::id());
+    for round in 0..rounds {
+        // Splitmix: a moment within a few periods.
+        random = random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = random;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed ^= mixed >> 31;
+        thread::sleep(Duration::from_micros(mixed % 300_000));
+        if round % 3 == 1 {
+            assert!(bed.ctl(&["freeze", "c"]).status.success());
+        }
+        bed.signal_daemon(if round % 4 == 3 { libc::SIGTERM } else { libc::SIGKILL });
+        let frozen: usize = pids.iter().map(|pid| disabled(&bed, *pid).0).sum();
+        found_frozen += usize::from(frozen > 0);
+        if round % 2 == 0 {
+            let ended = Instant::now();
+            let released = bed.release_all();
+            assert!(released.status.success(), "{released:?}");
+            assert!(ended.elapsed() < Duration::from_secs(1), "{:?}", ended.elapsed());
+            for pid in &pids {
+                assert_eq!(disabled(&bed, *pid).0, 0, "round {round}");
+            }
+        }
+        bed.start();
+        // Whoever is frozen now is so by the new daemon, which thaws in every period.
+        for pid in &pids {
+            wait_for("thawed", Duration::from_secs(1), || disabled(&bed, *pid) == (0, 20));
+        }
+    }
+    bed.signal_daemon(libc::SIGTERM);
+    for pid in &pids {
+        assert_eq!(disabled(&bed, *pid).0, 0, "after an orderly end");
+    }
+    println!("{rounds} ends of the daemon, {found_frozen} with somebody frozen");
+    assert!(found_frozen > 0, "the test has met nobody frozen");
+    for actor in &actors {
+        actor.kill_workload();
+    }
+}

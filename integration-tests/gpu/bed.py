@@ -1,0 +1,151 @@
+"""A daemon and tenants on the GPU of this host, for the scripts in this folder.
+
+Needs root, python3, and built binaries (BIN, default target/release of the repository). No bus, no systemd.
+Everything that a bed makes goes with it.
+"""
+
+import atexit
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+REPO = pathlib.Path(__file__).resolve().parents[2]
+BIN = pathlib.Path(os.environ.get("BIN", REPO / "target" / "release"))
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def mounted(path):
+    return any(line.split()[1] == path for line in open("/proc/mounts"))
+
+
+def prepare_host():
+    """Mounts what the daemon needs and this host lacks."""
+    for kind, path in (("tracefs", "/sys/kernel/tracing"), ("bpf", "/sys/fs/bpf")):
+        if not mounted(path) and not (kind == "tracefs" and os.path.exists(path + "/events")):
+            subprocess.run(["mount", "-t", kind, "none", path], check=True)
+
+
+def cgroup_root():
+    for path in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
+        if os.path.exists(path + "/cgroup.controllers"):
+            return path
+    sys.exit("error: no cgroup v2 hierarchy on this host")
+
+
+class Bed:
+    def __init__(self, policy, settings=""):
+        if os.geteuid() != 0:
+            sys.exit("error: this script needs root")
+        prepare_host()
+        self.dir = pathlib.Path(tempfile.mkdtemp(prefix="gpuquota-gpu-"))
+        self.dir.chmod(0o755)
+        self.name = f"gpuquota-gpu-{os.getpid()}"
+        self.cgroups = cgroup_root()
+        self.top = f"/{self.name}.slice"
+        self.pins = f"/sys/fs/bpf/{self.name}"
+        self.daemon = None
+        (self.dir / "policy.d").mkdir()
+        self.write_policy(policy)
+        (self.dir / "gpuquota.toml").write_text(
+            f'bus = "{self.bus}"\nruntime-directory = "{self.dir}/run"\nbpf-directory = "{self.pins}"\n'
+            f'[policy]\nvendor = "{self.dir}/none"\nadmin = "{self.dir}/policy.d"\n' + settings
+        )
+        atexit.register(self.close)
+        self.start()
+
+    @property
+    def bus(self):
+        return f"peer:{self.dir}/run/bus"
+
+    def write_policy(self, policy):
+        (self.dir / "policy.d" / "50-test.toml").write_text(policy.replace("@", self.top))
+
+    def start(self):
+        log = open(self.dir / "daemon.log", "a")
+        self.daemon = subprocess.Popen(
+            [BIN / "gpuquotad", "--config", self.dir / "gpuquota.toml"], stdin=subprocess.DEVNULL, stderr=log
+        )
+        deadline = time.monotonic() + 30
+        while not (self.dir / "run" / "bus").exists():
+            if self.daemon.poll() is not None or time.monotonic() > deadline:
+                sys.exit("error: the daemon does not start:\n" + self.log())
+            time.sleep(0.05)
+
+    def log(self):
+        return (self.dir / "daemon.log").read_text()
+
+    def ctl(self, *arguments, check=True):
+        command = [BIN / "gpuquotactl", "--bus", self.bus, *arguments]
+        return subprocess.run(command, check=check, capture_output=True, text=True)
+
+    def tenant(self, name):
+        answer = json.loads(self.ctl("status", "--json", name).stdout)
+        return answer["tenants"][0] if "tenants" in answer else answer
+
+    def usage(self, name, gpu=0):
+        return next(found for found in self.tenant(name)["gpus"] if found["gpu"] == gpu)
+
+    def run(self, tenant, *command, **popen):
+        line = [BIN / "gpuquotactl", "--bus", self.bus, "run", "--socket", self.dir / "run" / "listener.sock"]
+        return subprocess.Popen([*line, "--tenant", tenant, "--", *command], **popen)
+
+    def worker(self, tenant, environment=None):
+        """A PyTorch process in a tenant that answers each line of input with a line."""
+        return Worker(self.run(
+            tenant, sys.executable, pathlib.Path(__file__).with_name("torch_worker.py"),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+            env={**os.environ, **(environment or {})},
+        ))
+
+    def close(self):
+        if self.daemon is None:
+            return
+        self.daemon.send_signal(signal.SIGTERM)
+        try:
+            self.daemon.wait(10)
+        except subprocess.TimeoutExpired:
+            self.daemon.kill()
+        self.daemon = None
+        subprocess.run([BIN / "gpuquotad", "--config", self.dir / "gpuquota.toml", "--detach-all"],
+                       stderr=subprocess.DEVNULL, check=False)
+        top = pathlib.Path(self.cgroups + self.top)
+        if top.exists():
+            for procs in top.rglob("cgroup.procs"):
+                for pid in procs.read_text().split():
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.5)
+            for folder in sorted((f for f in top.rglob("*") if f.is_dir()), key=lambda f: -len(str(f))):
+                folder.rmdir()
+            top.rmdir()
+        shutil.rmtree(self.dir, ignore_errors=True)
+
+
+class Worker:
+    def __init__(self, process):
+        self.process = process
+
+    def tell(self, line):
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline().strip()
+        if not answer:
+            sys.exit(f"error: the worker ended at {line!r} with {self.process.wait()}")
+        return json.loads(answer)
+
+    def close(self):
+        self.process.stdin.close()
+        return self.process.wait(60)
+
+
+def nvml_bytes():
+    """Bytes by process id, as the driver tells them."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
+    return {int(pid): int(mib) * MIB for pid, mib in (line.split(",") for line in lines if line.strip())}
