@@ -313,7 +313,7 @@ fn a_latency_target_squeezes_best_effort_tenants() {
          [tenant.b]\ncgroup = \"@/b.slice\"\nclass = \"best-effort\"\ntime.weight = 100\n",
     );
     let (mut actors, pids) = actors(&bed, &["a", "b"]);
-    assert_eq!(slices(&bed, pids[1]), [5000; 4]);
+    wait_for("equal slices", Duration::from_secs(1), || slices(&bed, pids[1]) == [5000; 4]);
     saturate(&mut actors, Duration::from_secs(4));
     wait_for("a squeeze", Duration::from_secs(3), || slices(&bed, pids[1])[0] <= 1600);
     // 2 ms are one slice of 1250 µs and two switches of 200: two steps are enough.
