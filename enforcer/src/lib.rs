@@ -10,6 +10,7 @@ pub mod driver;
 pub mod ending;
 pub mod enforcer;
 pub mod kernel;
+pub mod launch;
 pub mod lifecycle;
 pub mod metrics;
 pub mod notify;
