@@ -218,10 +218,20 @@ fn reason(error: &KernelError) -> String {
         return error.to_string();
     };
     let log = verifier_log.to_string();
-    let said = log
-        .lines()
-        .map(str::trim)
-        .rfind(|line| !line.is_empty() && !line.starts_with("processed "));
+    let lines = || log.lines().map(str::trim).filter(|line| !line.is_empty());
+    let statistics = |line: &&str| {
+        [
+            "processed ",
+            "stack depth",
+            "verification time",
+            "peak_states",
+        ]
+        .iter()
+        .any(|start| line.starts_with(start))
+    };
+    let said = lines()
+        .find(|line| line.contains("cannot use helper"))
+        .or_else(|| lines().rfind(|line| !statistics(line)));
     match said {
         Some(line) => format!("{line} ({io_error})"),
         None => io_error.to_string(),

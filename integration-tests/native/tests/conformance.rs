@@ -20,14 +20,26 @@ const OUT_OF_MEMORY: i32 = 2;
 
 /// Ways that a program means, with and without libcuda.
 const WAYS: &[&str] = &[
-    "malloc", "async", "pool", "create", "pitch", "nvos64", "nvos21", "xfer", "odd-bits", "heap", "heap-range",
-    "heap-tiled", "subdevice",
+    "malloc",
+    "async",
+    "pool",
+    "create",
+    "pitch",
+    "nvos64",
+    "nvos21",
+    "xfer",
+    "odd-bits",
+    "heap",
+    "heap-range",
+    "heap-tiled",
+    "subdevice",
 ];
 /// Ways that a program takes to get past a limit.
 const TRICKS: &[&str] = &["cold", "finn", "compat", "race"];
 
 fn backends(bed: &Bed) -> Vec<Backend> {
-    bed.call(async |client| client.backends().await).expect("the backends")
+    bed.call(async |client| client.backends().await)
+        .expect("the backends")
 }
 
 /// A workload in the tenant's cgroup that no supervisor stands above, unless the backend is that supervisor.
@@ -40,7 +52,10 @@ fn workload(bed: &Bed, backend: &str, way: &str, size: &str) -> Output {
     if backend == "notify" {
         return bed.run("a", &arguments);
     }
-    let folder = bed.hierarchy().folder(&bed.cgroup("/a.slice")).expect("a folder");
+    let folder = bed
+        .hierarchy()
+        .folder(&bed.cgroup("/a.slice"))
+        .expect("a folder");
     let mut command: Command = bed.command("/bin/sh");
     command
         .args(["-c", "echo $$ >\"$0/cgroup.procs\" && exec \"$@\""])
@@ -50,16 +65,30 @@ fn workload(bed: &Bed, backend: &str, way: &str, size: &str) -> Output {
     command.output().expect("a workload")
 }
 
+/// The signal that ended a workload; `gpuquotactl run` tells it as a shell does.
+fn killed_by(output: &Output) -> Option<i32> {
+    let told = output
+        .status
+        .code()
+        .filter(|code| *code > 128)
+        .map(|code| code - 128);
+    output.status.signal().or(told)
+}
+
 /// What became of a workload.
 fn outcome(output: &Output) -> String {
-    match (output.status.code(), output.status.signal()) {
-        (Some(0), _) => "allocated".into(),
-        (Some(OUT_OF_MEMORY), _) => "out of memory".into(),
-        (Some(_), _) => {
-            let line = String::from_utf8_lossy(&output.stdout).trim().replace(['\n', '\r'], "; ");
+    if let Some(signal) = killed_by(output) {
+        return format!("signal {signal}");
+    }
+    match output.status.code() {
+        Some(0) => "allocated".into(),
+        Some(OUT_OF_MEMORY) => "out of memory".into(),
+        _ => {
+            let line = String::from_utf8_lossy(&output.stdout)
+                .trim()
+                .replace(['\n', '\r'], "; ");
             format!("error: {line}")
         }
-        (None, signal) => format!("signal {}", signal.unwrap_or(0)),
     }
 }
 
@@ -89,21 +118,35 @@ fn refuses_to_start(backend: &Backend) {
         .expect("gpuquotad");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(78), "{said}");
-    assert!(said.contains(&backend.reason), "{said} does not say: {}", backend.reason);
+    assert!(
+        said.contains(&backend.reason),
+        "{said} does not say: {}",
+        backend.reason
+    );
 }
 
 /// Ways that a program means: what fits is given and paid for, what does not fit is answered as the backend can.
 fn check_way(bed: &Bed, backend: &str, way: &str) -> String {
     let before = bed.usage("a", 0);
     let fits = workload(bed, backend, way, "2GiB");
-    assert!(fits.status.success(), "{backend}, {way}: {fits:?}\n{}", bed.log());
-    assert!(bed.usage("a", 0).memory_peak >= 2 * GIB, "{backend}, {way}: not charged");
+    assert!(
+        fits.status.success(),
+        "{backend}, {way}: {fits:?}\n{}",
+        bed.log()
+    );
+    assert!(
+        bed.usage("a", 0).memory_peak >= 2 * GIB,
+        "{backend}, {way}: not charged"
+    );
     let over = workload(bed, backend, way, "4GiB");
     let told = outcome(&over);
     let after = bed.usage("a", 0);
     if backend == "signal" {
         assert_eq!(told, "signal 15", "{backend}, {way}");
-        assert!(after.breaches > before.breaches, "{backend}, {way}: {after:?}");
+        assert!(
+            after.breaches > before.breaches,
+            "{backend}, {way}: {after:?}"
+        );
     } else {
         if backend == "lsm" {
             assert!(told.starts_with("error"), "{backend}, {way}: {told}");
@@ -124,7 +167,7 @@ fn check_trick(bed: &Bed, backend: &str, way: &str) -> String {
     let over = workload(bed, backend, way, "4GiB");
     let told = outcome(&over);
     let after = bed.usage("a", 0);
-    let ended = over.status.signal().is_some();
+    let ended = killed_by(&over).is_some();
     assert!(told != "allocated", "{backend}, {way}: {over:?} {after:?}");
     assert!(
         ended || after.breaches == before.breaches,
@@ -197,10 +240,16 @@ fn every_way_to_allocate_against_every_backend() {
         }
         let mut bed = Bed::new(POLICY);
         force(&mut bed, name);
-        bed.hierarchy().create(&bed.cgroup("/a.slice")).expect("a cgroup");
+        bed.hierarchy()
+            .create(&bed.cgroup("/a.slice"))
+            .expect("a cgroup");
         for way in WAYS {
             let told = check_way(&bed, name, way);
-            assert_eq!(bed.wait_for_nothing(Duration::from_secs(5)), [], "{name}, {way}");
+            assert_eq!(
+                bed.wait_for_nothing(Duration::from_secs(5)),
+                [],
+                "{name}, {way}"
+            );
             println!("CELL {name} {way} {told}");
         }
         for way in TRICKS {
@@ -211,7 +260,11 @@ fn every_way_to_allocate_against_every_backend() {
                 continue;
             }
             let told = check_trick(&bed, name, way);
-            assert_eq!(bed.wait_for_nothing(Duration::from_secs(5)), [], "{name}, {way}");
+            assert_eq!(
+                bed.wait_for_nothing(Duration::from_secs(5)),
+                [],
+                "{name}, {way}"
+            );
             println!("CELL {name} {way} {told}");
         }
     }

@@ -1,5 +1,7 @@
 //! A client of the driver without libcuda: every way to ask for video memory that the driver has.
 
+mod tricks;
+
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -206,6 +208,10 @@ impl Raw {
                 self.free(handle)?;
                 return Ok(self.next);
             }
+            Via::Cold => self.alloc_cold(handle, size)?,
+            Via::Finn => self.alloc_finn(handle, size)?,
+            Via::Compat => self.alloc_compat(handle, size)?,
+            Via::Race => self.alloc_race(handle, size)?,
             Via::Subdevice => {
                 self.alloc_object(SUBDEVICE, handle, class, &mut self.memory_params(size))?;
             }

@@ -45,6 +45,14 @@ pub enum Via {
     Dup,
     /// Without libcuda: below the subdevice instead of the device.
     Subdevice,
+    /// Without libcuda: with parameters that are not in memory when the call is made.
+    Cold,
+    /// Without libcuda: with the flag that says that parameters are serialised.
+    Finn,
+    /// Without libcuda: by the system call of a 32-bit program.
+    Compat,
+    /// Without libcuda: with a second thread that raises the size as soon as the call is made.
+    Race,
 }
 
 impl Via {

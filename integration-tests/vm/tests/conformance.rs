@@ -1,0 +1,83 @@
+//! The conformance suite of the native tests, on other kernels: every way to allocate against every backend. What it
+//! finds is the table in `docs/coverage.md`.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test says what it expects by unwrapping, in its helpers too"
+)]
+
+use std::time::Duration;
+
+use gpuquota_vm::{Kernel, Vm, built, built_test};
+
+/// Emulated, with a daemon for every backend.
+const LIMIT: Duration = Duration::from_mins(8);
+
+/// Runs the suite and checks which backend the daemon takes by itself, and which it has to say that it lacks.
+fn check(name: &str, kernel: Kernel, lockdown: &str, by_itself: &str, missing: &[&str]) {
+    let mut vm = Vm::new(format!("conformance-{name}"), kernel)
+        .cmdline(&format!("lockdown={lockdown}"))
+        .memory(1024)
+        .binary_at(built_test("conformance").unwrap(), "/opt/gq/conformance");
+    for binary in [
+        "gpuquotad",
+        "gpuquotactl",
+        "simgpu",
+        "simtenant",
+        "libcuda.so",
+        "libnvidia_ml.so",
+    ] {
+        vm = vm.binary_at(built(binary).unwrap(), format!("/opt/gq/{binary}"));
+    }
+    let outcome = vm
+        .run(include_str!("conformance.sh"), LIMIT)
+        .unwrap_or_else(|error| panic!("{error}"));
+    println!("{}", outcome.output);
+    assert_eq!(outcome.status, 0, "{}", outcome.output);
+    let lines = |start: &str| -> Vec<String> {
+        outcome
+            .output
+            .lines()
+            .filter_map(|line| line.strip_prefix(start))
+            .map(str::to_owned)
+            .collect()
+    };
+    assert_eq!(lines("AUTO "), [by_itself]);
+    let lacking: Vec<String> = lines("MISSING ")
+        .iter()
+        .filter_map(|line| line.split_whitespace().next().map(str::to_owned))
+        .collect();
+    assert_eq!(lacking, missing);
+}
+
+#[test]
+fn stock_kernel() {
+    check("stock", Kernel::Stock, "none", "rewrite", &["override"]);
+}
+
+#[test]
+fn stock_kernel_locked_down() {
+    check(
+        "stock-locked",
+        Kernel::Stock,
+        "integrity",
+        "notify+lsm",
+        &["override", "rewrite"],
+    );
+}
+
+#[test]
+fn override_kernel() {
+    check("override", Kernel::Override, "none", "override", &[]);
+}
+
+#[test]
+fn override_kernel_locked_down() {
+    check(
+        "override-locked",
+        Kernel::Override,
+        "integrity",
+        "notify+lsm",
+        &["override", "rewrite"],
+    );
+}

@@ -1,0 +1,2 @@
+# shellcheck shell=sh
+exec /opt/gq/conformance --nocapture --test-threads 1
