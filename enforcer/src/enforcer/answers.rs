@@ -172,6 +172,7 @@ impl Control for Enforcer {
             "in_flight": self.kernel.in_flight().count(),
             "processes": self.kernel.processes().len(),
             "counters": self.kernel.counters().ok(),
+            "time": self.time.dump(),
         })
     }
 

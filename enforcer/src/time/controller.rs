@@ -86,6 +86,8 @@ type Status = BTreeMap<(u32, u32), TenantTime>;
 #[derive(Default)]
 struct Shared {
     status: Mutex<Status>,
+    /// For bug reports.
+    dump: Mutex<serde_json::Value>,
     /// Messages were lost: look at everything.
     resync: AtomicBool,
 }
@@ -244,6 +246,15 @@ impl TimeControl {
             .unwrap_or_else(PoisonError::into_inner)
             .get(&(tenant, gpu))
             .cloned()
+    }
+
+    /// The state for bug reports.
+    pub fn dump(&self) -> serde_json::Value {
+        self.shared
+            .dump
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
     /// Whether time is controlled.
@@ -495,6 +506,13 @@ impl Worker {
                 status.insert((*tenant, *gpu), time);
             }
         }
+        let mut dump = self.levers.took();
+        dump["places"] = self.engine.dump();
+        *self
+            .shared
+            .dump
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = dump;
         *self
             .shared
             .status

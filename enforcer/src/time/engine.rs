@@ -518,6 +518,25 @@ impl Engine {
         }
     }
 
+    /// Processes by GPU, for bug reports.
+    pub fn dump(&self) -> serde_json::Value {
+        self.places
+            .iter()
+            .map(|(place, helds)| {
+                serde_json::json!({
+                    "gpu": place.gpu,
+                    "tgid": place.tgid,
+                    "tenant": (helds[0].tenant != NO_TENANT).then_some(helds[0].tenant),
+                    "clients": helds.iter().map(|held| held.client).collect::<Vec<_>>(),
+                    "groups": helds.iter().map(|held| held.groups.len()).sum::<usize>(),
+                    "channels": helds.iter().map(|held| held.channels().count()).sum::<usize>(),
+                    "frozen": self.frozen.contains_key(place),
+                    "uncontrolled": self.uncontrolled.get(place).map(|uncontrolled| &uncontrolled.why),
+                })
+            })
+            .collect()
+    }
+
     /// Processes in a tenant, and in those inside it, that are frozen on a GPU.
     pub fn frozen_in(&self, tenant: &str, gpu: u32) -> Vec<u32> {
         let Some(state) = self.gpus.get(&gpu) else {

@@ -16,6 +16,7 @@ use super::{
     act::{ActError, Client, Reach},
     engine::Levers,
     handles::{Held, Place},
+    took::Took,
 };
 use crate::{kernel::Kernel, lifecycle::Proc};
 
@@ -25,6 +26,9 @@ pub struct DriverLevers {
     processes: Arc<Proc>,
     node: DeviceKey,
     reaches: BTreeMap<u32, Reach>,
+    slices: Took,
+    freezes: Took,
+    thaws: Took,
 }
 
 impl DriverLevers {
@@ -35,7 +39,19 @@ impl DriverLevers {
             processes,
             node,
             reaches: BTreeMap::new(),
+            slices: Took::default(),
+            freezes: Took::default(),
+            thaws: Took::default(),
         }
+    }
+
+    /// How long controls took, everything that belongs to them included.
+    pub fn took(&self) -> serde_json::Value {
+        serde_json::json!({
+            "slice": self.slices.to_json(),
+            "freeze": self.freezes.to_json(),
+            "thaw": self.thaws.to_json(),
+        })
     }
 
     fn reach(&mut self, tgid: u32) -> Result<&Reach, ActError> {
@@ -81,9 +97,11 @@ impl Levers for DriverLevers {
         slice_us: u64,
     ) -> Result<(), ActError> {
         let node = self.node;
+        let start = monotonic();
         let outcome = self
             .reach(place.tgid)
             .and_then(|reach| reach.set_timeslice(node, client, group, slice_us));
+        self.slices.add(monotonic().saturating_sub(start));
         self.settle(place.tgid, outcome)
     }
 
@@ -116,7 +134,14 @@ impl Levers for DriverLevers {
             };
             self.kernel.set_frozen(key, entry)?;
         }
+        let start = monotonic();
         let outcome = reach.set_disabled(node, client, subdevice, &channels, frozen);
+        let took = monotonic().saturating_sub(start);
+        if frozen {
+            self.freezes.add(took);
+        } else {
+            self.thaws.add(took);
+        }
         let outcome = self.settle(place.tgid, outcome);
         match &outcome {
             Ok(()) if !frozen => self.clear(key),

@@ -17,6 +17,7 @@ pub mod priority;
 pub mod release;
 pub mod rules;
 pub mod slices;
+pub mod took;
 pub mod utilization;
 
 pub use controller::{HoldError, Parts, TimeControl};
