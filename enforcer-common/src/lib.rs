@@ -5,6 +5,14 @@
 //! is the driver's ABI as far as it is decoded, and [`rm`] decodes it, for both sides alike; [`launch`] is all of
 //! launch budgets, [`waiting`] of the queue of allocations that wait.
 #![no_std]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    clippy::cast_lossless,
+    reason = "words of the driver's and the kernel's structures are taken apart by their documented widths, in const \
+              functions and for a target where `From` is no help"
+)]
 
 pub mod event;
 pub mod launch;

@@ -654,7 +654,7 @@ pub const fn charge_for(size: u64, attr: u32) -> u64 {
         || size < (2 << 20);
     let mask: u64 = if small { (64 << 10) - 1 } else { (2 << 20) - 1 };
     if size > u64::MAX - mask {
-        return u64::MAX & !mask;
+        return !mask;
     }
     (size + mask) & !mask
 }

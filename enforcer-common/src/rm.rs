@@ -221,7 +221,7 @@ fn vid_heap<M: CallerMemory>(memory: &M, arg: u64, out: &mut Call) -> Result<(),
     out.client = client;
     out.parent = parent;
     out.handle = handle;
-    let (attr_at, attr2_at, size_at) = match function {
+    let (attr_at, second_attr_at, size_at) = match function {
         nvos32::FN_FREE => {
             out.call = call::FREE;
             return Ok(());
@@ -239,7 +239,7 @@ fn vid_heap<M: CallerMemory>(memory: &M, arg: u64, out: &mut Call) -> Result<(),
     };
     let flags = memory.word(arg + nvos32::FLAGS as u64).ok_or(Unreadable)?;
     let attr = memory.word(arg + attr_at as u64).ok_or(Unreadable)?;
-    let attr2 = memory.word(arg + attr2_at as u64).ok_or(Unreadable)?;
+    let attr2 = memory.word(arg + second_attr_at as u64).ok_or(Unreadable)?;
     let location = (attr >> heap::ATTR_LOCATION_SHIFT) & heap::ATTR_LOCATION_MASK;
     if flags & heap::FLAGS_VIRTUAL != 0
         || attr2 & heap::ATTR2_USE_EGM != 0

@@ -233,6 +233,8 @@ fn budgets(
 
 #[cfg(test)]
 mod tests {
+    use std::fmt::Write as _;
+
     use gpuquota_policy::{Layer, Source};
     use proptest::prelude::*;
 
@@ -252,12 +254,11 @@ mod tests {
     }
 
     fn tenants(paths: &[(&str, &str)]) -> String {
-        paths
-            .iter()
-            .map(|(name, path)| {
-                format!("[tenant.{name}]\ncgroup = \"{path}\"\nmemory.max = \"1GiB\"\n")
-            })
-            .collect()
+        let mut text = String::new();
+        for (name, path) in paths {
+            let _ = writeln!(text, "[tenant.{name}]\ncgroup = \"{path}\"\nmemory.max = \"1GiB\"");
+        }
+        text
     }
 
     #[test]

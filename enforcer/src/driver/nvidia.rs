@@ -122,8 +122,11 @@ fn key_of_metadata(metadata: &fs::Metadata) -> DeviceKey {
 }
 
 /// `dev_t` as the kernel holds it: 12 bits of major, 20 of minor.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "both parts are bounded by the kernel's own 32-bit type"
+)]
 fn kernel_dev(dev: u64) -> u32 {
-    // Both are bounded by the kernel's own type.
     ((major(dev) as u32) << 20) | (minor(dev) as u32 & 0xf_ffff)
 }
 
@@ -163,9 +166,10 @@ impl Control {
 
     /// Device instances by the minor number of the GPU's node.
     fn instances(&self) -> Result<BTreeMap<u32, u32>, DriverError> {
-        let mut entries = [0u8; 32 * card::SIZE];
         // The whole table is the argument, as libcuda passes it.
-        let size = entries.len() as u16;
+        const SIZE: u16 = 32 * card::SIZE as u16;
+        let size = SIZE;
+        let mut entries = [0u8; SIZE as usize];
         self.call(
             "CARD_INFO",
             IoctlCmd { nr: nr::CARD_INFO, size },

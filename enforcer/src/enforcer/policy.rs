@@ -112,7 +112,7 @@ impl Enforcer {
             let text = if properties.is_empty() {
                 None
             } else {
-                Some(self.without_properties(existing, tenant, properties)?)
+                Some(self.without_properties(&existing, tenant, properties)?)
             };
             sources = policy_files::with_file(sources, layer, &path, text.as_deref());
             changes.push((path, text));
@@ -130,7 +130,7 @@ impl Enforcer {
     /// A drop-in's text without some properties, on every GPU and on single ones.
     fn without_properties(
         &self,
-        text: String,
+        text: &str,
         tenant: &str,
         properties: &[String],
     ) -> Result<String, EnforcerError> {
@@ -141,7 +141,7 @@ impl Enforcer {
         let per_gpu = cleared(&mut properties.iter().filter(|key| {
             matches!(Property::parse(key), Ok(Property::Limit(_)))
         }));
-        let mut text = dropin::apply(Some(&text), tenant, None, &all)?;
+        let mut text = dropin::apply(Some(text), tenant, None, &all)?;
         let selectors = self
             .host
             .gpus

@@ -77,9 +77,10 @@ impl Enforcer {
             // An interrupted wait only means an early look.
             let _ = poll(&mut fds, patience);
             while let Some(item) = ring.next() {
-                match read_event(&item) {
-                    Some(event) => self.handle(&event, reaper),
-                    None => error!(length = item.len(), "an event of another layout"),
+                if let Some(event) = read_event(&item) {
+                    self.handle(&event, reaper);
+                } else {
+                    error!(length = item.len(), "an event of another layout");
                 }
             }
             let now_lost = self.lost_events();

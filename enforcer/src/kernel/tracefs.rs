@@ -77,8 +77,7 @@ pub(super) fn check_records() -> Result<(), TracefsError> {
     Ok(())
 }
 
-/// The offset of a field in a format file, whose lines read
-/// `field:unsigned int fd;	offset:16;	size:8;	signed:0;`.
+/// The offset of a field in a format file, whose lines name it, its offset, size and sign, with semicolons between.
 fn field_offset(format: &str, field: &str) -> Option<u32> {
     format.lines().find_map(|line| {
         let mut parts = line.trim().strip_prefix("field:")?.split(';');

@@ -40,8 +40,8 @@ struct Abi {
 #[cfg(target_arch = "x86_64")]
 const ABIS: &[Abi] = &[
     Abi { arch: 0xc000_003e, ioctl: 16, observed: true },
-    // x32: the same architecture, marked in the number. Syscall tracepoints do not report it.
-    Abi { arch: 0xc000_003e, ioctl: 0x4000_0000 | 514, observed: false },
+    // x32: the same architecture, marked in the number (514 | 0x40000000). Syscall tracepoints do not report it.
+    Abi { arch: 0xc000_003e, ioctl: 0x4000_0202, observed: false },
     // i386: syscall tracepoints do not report compat calls.
     Abi { arch: 0x4000_0003, ioctl: 54, observed: false },
 ];
@@ -63,9 +63,12 @@ fn op(code: u32, k: u32) -> sock_filter {
     jump(code, k, 0, 0)
 }
 
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "opcodes are below 256 by definition"
+)]
 fn jump(code: u32, k: u32, jt: u8, jf: u8) -> sock_filter {
     sock_filter {
-        // Opcodes are below 256 by definition.
         code: code as u16,
         jt,
         jf,
@@ -77,12 +80,12 @@ fn jump(code: u32, k: u32, jt: u8, jf: u8) -> sock_filter {
 ///
 /// For every ABI: not its architecture or not its `ioctl`, on to the next; else the command decides.
 pub fn program() -> Vec<sock_filter> {
+    const COMMANDS: u8 = ALLOCATING.len() as u8;
     let load = |offset| op(BPF_LD | BPF_W | BPF_ABS, offset);
     let equal = |k, jt, jf| jump(BPF_JMP | BPF_JEQ | BPF_K, k, jt, jf);
     let answer = |value| op(BPF_RET | BPF_K, value);
-    let commands = ALLOCATING.len() as u8;
     // load cmd, mask, the comparisons, allow, stop
-    let decision = 2 + commands + 2;
+    let decision = 2 + COMMANDS + 2;
     let mut program = Vec::new();
     for abi in ABIS {
         program.push(load(data::ARCH));
@@ -92,7 +95,7 @@ pub fn program() -> Vec<sock_filter> {
         program.push(load(data::CMD));
         program.push(op(BPF_ALU | BPF_AND | BPF_K, CMD_MASK));
         for (index, cmd) in (0..).zip(ALLOCATING) {
-            let left: u8 = commands - index;
+            let left: u8 = COMMANDS - index;
             program.push(equal(cmd.to_raw() & CMD_MASK, left, 0));
         }
         program.push(answer(SECCOMP_RET_ALLOW));
@@ -110,9 +113,12 @@ pub fn program() -> Vec<sock_filter> {
 ///
 /// Async-signal-safe: makes system calls on what it is given and nothing else, so that it may run between
 /// fork and exec. With `no_new_privs` a caller without privileges may use it too.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "a filter has a few dozen instructions, a descriptor is an int"
+)]
 pub fn install(program: &[sock_filter], no_new_privs: bool) -> io::Result<OwnedFd> {
     let fprog = sock_fprog {
-        // At most 4096 instructions are allowed, and `program` has a few dozen.
         len: program.len() as u16,
         filter: program.as_ptr().cast_mut(),
     };

@@ -61,6 +61,12 @@ pub enum NotifyError {
     },
 }
 
+/// What the kernel looks at of a register that holds an `unsigned int`.
+#[expect(clippy::cast_possible_truncation, reason = "that is the point")]
+fn lower_half(register: u64) -> u32 {
+    register as u32
+}
+
 /// Names the system call that failed.
 fn system(what: &'static str) -> impl Fn(io::Error) -> NotifyError {
     move |source| NotifyError::System { what, source }

@@ -51,8 +51,7 @@ fn waits_in_allocation(thread: i32) -> bool {
     let cmd = words
         .nth(1)
         .and_then(|word| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok());
-    // The upper half of the register is not part of the command.
-    is_ioctl && cmd.is_some_and(|cmd| filter::stops(cmd as u32))
+    is_ioctl && cmd.is_some_and(|cmd| filter::stops(super::lower_half(cmd)))
 }
 
 fn interrupt(thread: Pid) -> io::Result<()> {

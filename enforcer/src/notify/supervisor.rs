@@ -159,7 +159,7 @@ fn answer_one(listener: &OwnedFd, judge: &dyn Judge) -> io::Result<()> {
         Err(Unreadable) => response.error = -libc::EFAULT,
         Ok((memory, waiting)) => match decide(judge, &waiting) {
             Verdict::Continue => {
-                response.flags = libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32;
+                response.flags = super::lower_half(libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE);
                 admitted = Some(waiting);
             }
             Verdict::Refuse(code) => {
@@ -194,13 +194,13 @@ fn decode(
 ) -> Result<Waiting, Unreadable> {
     let [fd, cmd, arg, ..] = notification.data.args;
     // The kernel looks only at the lower halves of fd and command.
-    let outer = IoctlCmd::from_raw(cmd as u32);
+    let outer = IoctlCmd::from_raw(super::lower_half(cmd));
     let (cmd, arg) = rm::unwrap_xfer(memory, outer, arg)?;
     let mut call = Call::default();
     rm::decode(memory, cmd, arg, &mut call)?;
     Ok(Waiting {
         thread: notification.pid,
-        fd: fd as u32,
+        fd: super::lower_half(fd),
         cmd,
         arg,
         call,

@@ -191,7 +191,7 @@ mod tests {
     #[test]
     fn a_library_that_hangs_hangs_nobody() {
         let telemetry =
-            Telemetry::spawn(Duration::from_millis(1), || Ok(Slow(Duration::from_secs(3600))))
+            Telemetry::spawn(Duration::from_millis(1), || Ok(Slow(Duration::from_hours(1))))
                 .expect("a thread");
         let error = telemetry
             .first(Duration::from_millis(20))

@@ -21,6 +21,10 @@ const TENANTS: [(&str, u64, &[&str]); 3] = [
 struct Random(u64);
 
 impl Random {
+    fn index(&mut self, length: usize) -> usize {
+        usize::try_from(self.below(length as u64)).expect("below a length")
+    }
+
     fn below(&mut self, bound: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -38,7 +42,7 @@ fn seed() -> u64 {
         let now = std::time::SystemTime::now()
             .duration_since(std::time::UNIX_EPOCH)
             .expect("after 1970");
-        now.as_nanos() as u64 | 1
+        u64::from(now.subsec_nanos()) << 20 | now.as_secs() & 0xf_ffff | 1
     })
 }
 
@@ -93,7 +97,7 @@ fn kill(pid: i32) {
 
 /// One random step of one workload; what it answers must be what the model says.
 fn step(bed: &Bed, random: &mut Random, workloads: &mut [Modelled]) {
-    let at = random.below(workloads.len() as u64) as usize;
+    let at = random.index(workloads.len());
     match random.below(100) {
         0..55 => {
             let bytes = (1 + random.below(160)) * 2 * MIB;
@@ -150,7 +154,7 @@ fn random_sequences_end_with_the_ledger_that_the_model_says() {
     let mut workloads: Vec<Modelled> =
         (0..6).map(|number| Modelled::start(&bed, number % TENANTS.len())).collect();
     for sequence in 0..sequences {
-        for _ in 0..1 + random.below(6) {
+        for _ in 0..=random.below(6) {
             step(&bed, &mut random, &mut workloads);
         }
         if sequence % 10 == 0 {
