@@ -5,3 +5,4 @@ mod cli;
 mod peer;
 mod policy_files;
 mod support;
+mod top;

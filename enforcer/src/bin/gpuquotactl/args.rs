@@ -1,11 +1,13 @@
 //! The command line as clap sees it.
 
-use std::{ffi::OsString, path::PathBuf};
+use std::{ffi::OsString, path::PathBuf, time::Duration};
 
 use clap::{Args, Parser, Subcommand, ValueHint};
 use clap_complete::Shell;
 use gpuquota_enforcer::config::{Bus, DEFAULT_LISTENER_SOCKET};
 use gpuquota_policy::GpuSelector;
+
+use crate::top::Sort;
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -65,6 +67,8 @@ pub enum Verb {
         #[command(flatten)]
         json: Json,
     },
+    /// Show tenants and what they use, live; ? explains the keys
+    Top(TopArgs),
     /// Change properties of a tenant: all of them, or none if one is refused
     #[command(after_help = "\
 Examples:
@@ -179,6 +183,26 @@ pub enum PolicyCommand {
     },
 }
 
+/// How `top` looks.
+#[derive(Debug, Args)]
+pub struct TopArgs {
+    /// Print one frame and end
+    #[arg(long)]
+    pub once: bool,
+    /// Seconds between two looks, from 0.1
+    #[arg(long, short = 'd', value_name = "SECONDS", default_value = "1", value_parser = interval)]
+    pub interval: Duration,
+    /// By what tenants are ordered
+    #[arg(long, value_enum, default_value_t = Sort::Used)]
+    pub sort: Sort,
+    /// Only tenants with this text in their name, cgroup or class
+    #[arg(long, value_name = "TEXT")]
+    pub filter: Option<String>,
+    /// Width of the frame of --once in columns
+    #[arg(long, requires = "once", value_name = "COLUMNS")]
+    pub width: Option<u16>,
+}
+
 /// Which policy files.
 #[derive(Debug, Args)]
 pub struct PolicyFiles {
@@ -225,6 +249,13 @@ fn property(text: &str) -> Result<(String, String), String> {
             Ok((key.trim().to_owned(), value.trim().to_owned()))
         }
         _ => Err("write KEY=VALUE, such as memory.max=20GiB".into()),
+    }
+}
+
+fn interval(text: &str) -> Result<Duration, String> {
+    match text.parse() {
+        Ok(seconds) if (0.1..=3600.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err("a number of seconds from 0.1 to 3600".into()),
     }
 }
 

@@ -48,6 +48,9 @@ pub enum Error {
     /// The runtime for calls to the daemon.
     #[error("cannot start: {0}")]
     Start(io::Error),
+    /// A live view was asked for where there is no terminal.
+    #[error("standard input and output are no terminal; `gpuquotactl top --once` prints one frame")]
+    NoTerminal,
     /// The verb did its work and the answer is bad; it was printed.
     #[error("")]
     Reported(u8),
@@ -65,6 +68,7 @@ impl Error {
                 BAD_CONFIGURATION
             }
             Self::Client(ClientError::Refused { name, .. }) if is(name, "BadProperty") => 2,
+            Self::NoTerminal => 2,
             Self::File { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
                 NOT_PERMITTED
             }

@@ -9,6 +9,7 @@ mod output;
 mod policy;
 mod read;
 mod run;
+mod top;
 
 use std::process::ExitCode;
 
@@ -73,6 +74,7 @@ async fn dispatch(bus: &Bus, verb: Verb) -> Result<(), Error> {
         }
         Verb::Freeze(hold) => change::freeze(&connect().await?, &hold).await,
         Verb::Thaw(hold) => change::thaw(&connect().await?, &hold).await,
+        Verb::Top(arguments) => top::top(bus, &arguments).await,
         Verb::Reload(json) => change::reload(&connect().await?, json.json).await,
         Verb::Monitor { tenant, json } => {
             monitor::monitor(&connect().await?, tenant.as_deref(), json.json).await

@@ -56,6 +56,24 @@ impl Screen {
         }
     }
 
+    /// Whether colours are wanted.
+    pub fn has_colour(self) -> bool {
+        self.colour
+    }
+
+    /// Whether block characters can be shown.
+    pub fn has_unicode(self) -> bool {
+        self.unicode
+    }
+
+    #[cfg(test)]
+    pub fn colourful() -> Self {
+        Self {
+            colour: true,
+            unicode: true,
+        }
+    }
+
     #[cfg(test)]
     pub fn plain() -> Self {
         Self {
