@@ -18,6 +18,11 @@ pub const RELEASE_OBJECT: u64 = 3;
 pub const RELEASE_ACCOUNT: u64 = 4;
 /// Give an object to another process and tenant: `[MOVE_OBJECT, client, handle, tgid, tenant]`.
 pub const MOVE_OBJECT: u64 = 5;
+/// Note a process that was there before the observer: `[ADOPT_PROCESS, tgid, start_ns, tenant, cgroup]`.
+pub const ADOPT_PROCESS: u64 = 6;
+/// Take an object of such a process into the ledger, with its charge; one that is known stays as it is:
+/// `[ADOPT_OBJECT, client, handle, tgid, tenant, gpu, kind, class, parent, fd, bytes, cgroup]`.
+pub const ADOPT_OBJECT: u64 = 7;
 
 /// Results of an operation.
 pub mod result {

@@ -7,12 +7,13 @@ use core::ffi::c_void;
 
 use aya_ebpf::programs::RawTracePointContext;
 use gpuquota_common::{
-    map::{AccountKey, InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, ObjectKey, counter, refusal},
+    map::{AccountKey, InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, Object, ObjectKey, counter, refusal},
     nvidia::status,
     op::{self, result},
 };
 
 use crate::{
+    adopt,
     ledger::{self, Decision, Request},
     maps::{IN_FLIGHT, OBJECTS, count, settings},
 };
@@ -34,8 +35,40 @@ pub extern "C" fn ledger_op(ctx: *mut c_void) -> u32 {
         op::RELEASE_OBJECT => release_object(a as u32, b as u32),
         op::RELEASE_ACCOUNT => release_account(a as u32, b as u32, c as u32),
         op::MOVE_OBJECT => move_object(a as u32, b as u32, c as u32, d as u32),
+        op::ADOPT_PROCESS => adopt::process(a as u32, b, c as u32, d),
+        op::ADOPT_OBJECT => adopt_object(&ctx),
         _ => result::INVALID,
     }
+}
+
+/// Takes the object apart that the words of an adoption describe.
+#[inline(always)]
+fn adopt_object(ctx: &RawTracePointContext) -> u32 {
+    let client = ctx.arg::<u64>(1) as u32;
+    let key = ObjectKey {
+        client,
+        handle: ctx.arg::<u64>(2) as u32,
+    };
+    adopt::object(
+        key,
+        Object {
+            bytes: ctx.arg(10),
+            born_ns: 0,
+            cgroup: ctx.arg(11),
+            tgid: ctx.arg::<u64>(3) as u32,
+            tenant: ctx.arg::<u64>(4) as u32,
+            gpu: ctx.arg::<u64>(5) as u32,
+            kind: ctx.arg::<u64>(6) as u32,
+            class: ctx.arg::<u64>(7) as u32,
+            parent: ctx.arg::<u64>(8) as u32,
+            source: ObjectKey {
+                client: 0,
+                handle: 0,
+            },
+            dups: 0,
+            fd: ctx.arg::<u64>(9) as u32,
+        },
+    )
 }
 
 /// Reserves for a thread whose call waits at a supervisor.

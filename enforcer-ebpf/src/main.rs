@@ -16,6 +16,7 @@
     reason = "words from the kernel are taken apart by their documented widths"
 )]
 
+mod adopt;
 mod atomic;
 mod compat;
 mod file;

@@ -1,0 +1,61 @@
+//! Ledger operations for processes that were there before anybody observed: see `gpuquota_common::op`.
+
+use gpuquota_common::{
+    event,
+    map::{MAX_GPUS, NO_TENANT, Object, ObjectKey, Process, counter, kind, process_flags},
+    op::result,
+};
+
+use crate::{
+    ledger,
+    maps::{OBJECTS, PROCESSES, count, emit, now, settings},
+    task,
+};
+
+/// `BPF_NOEXIST`: what the observer has seen itself is never replaced.
+const NO_EXIST: u64 = 1;
+
+/// Notes a process, and lets the daemon wait for its end.
+#[inline(always)]
+pub fn process(tgid: u32, start_ns: u64, tenant: u32, cgroup: u64) -> u32 {
+    let process = Process {
+        start_ns,
+        forked_from: 0,
+        flags: process_flags::ACTIVE,
+    };
+    if PROCESSES.insert(tgid, process, NO_EXIST).is_err() && PROCESSES.get_ptr(tgid).is_none() {
+        count(counter::PROCESSES_FULL);
+        return result::FULL;
+    }
+    emit(&task::process_event(event::kind::PROCESS_NEW, tgid, tenant, cgroup));
+    result::OK
+}
+
+/// Takes an object into the ledger, with its charge. The memory is there already, so no limit is asked.
+#[inline(always)]
+pub fn object(key: ObjectKey, mut object: Object) -> u32 {
+    if object.kind == 0 || object.kind > kind::DUP {
+        return result::INVALID;
+    }
+    object.born_ns = now();
+    if OBJECTS.insert(key, object, NO_EXIST).is_err() {
+        if OBJECTS.get_ptr(key).is_some() {
+            return result::OK;
+        }
+        count(counter::OBJECTS_FULL);
+        return result::FULL;
+    }
+    if object.bytes > 0 && object.gpu < MAX_GPUS {
+        if object.tenant != NO_TENANT {
+            let _ = ledger::reserve(
+                settings().generation,
+                object.tenant,
+                object.gpu,
+                object.bytes,
+                true,
+            );
+        }
+        ledger::deposit(object.tgid, object.tenant, object.gpu, object.bytes);
+    }
+    result::OK
+}
