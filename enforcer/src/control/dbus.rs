@@ -11,6 +11,7 @@ use super::{
     Control, Notice,
     access::Access,
     manager::{Manager, Shared, emit_notices},
+    objects::Objects,
     peer, wire,
 };
 use crate::config::Bus;
@@ -93,14 +94,14 @@ pub async fn serve(bus: &Bus, control: Arc<dyn Control>) -> Result<Server, Serve
         }
         bus => {
             let notices = shared.control.subscribe();
-            let connection = connect(bus, &shared).await?;
-            let task = tokio::spawn(stay_on_bus(bus.clone(), connection, notices, shared));
+            let connected = connect(bus, &shared).await?;
+            let task = tokio::spawn(stay_on_bus(bus.clone(), connected, notices, shared));
             Ok(Server { task, socket: None })
         }
     }
 }
 
-async fn connect(bus: &Bus, shared: &Arc<Shared>) -> Result<Connection, ServeError> {
+async fn connect(bus: &Bus, shared: &Arc<Shared>) -> Result<(Connection, Objects), ServeError> {
     let manager = Manager {
         shared: shared.clone(),
         access: Access::Sender {
@@ -115,13 +116,15 @@ async fn connect(bus: &Bus, shared: &Arc<Shared>) -> Result<Connection, ServeErr
         Bus::Peer(_) => Err(zbus::Error::Unsupported),
     };
     let connect = async {
-        builder?
+        let (builder, objects) = Objects::plant(shared, builder?).await?;
+        let connection = builder
             .serve_at(wire::PATH, manager)?
             .name(wire::NAME)?
             .allow_name_replacements(false)
             .replace_existing_names(false)
             .build()
-            .await
+            .await?;
+        Ok((connection, objects))
     };
     connect.await.map_err(|source| match source {
         zbus::Error::NameTaken => ServeError::NameTaken { bus: bus.clone() },
@@ -148,7 +151,7 @@ async fn connect(bus: &Bus, shared: &Arc<Shared>) -> Result<Connection, ServeErr
 
 async fn stay_on_bus(
     bus: Bus,
-    mut connection: Connection,
+    (mut connection, mut objects): (Connection, Objects),
     mut notices: broadcast::Receiver<Notice>,
     shared: Arc<Shared>,
 ) {
@@ -156,13 +159,14 @@ async fn stay_on_bus(
         tokio::select! {
             () = connection.closed() => {}
             () = emit_notices(&connection, &mut notices) => {}
+            () = objects.follow(&connection) => {}
         }
         tracing::warn!(%bus, "lost the bus; enforcement goes on, trying to come back");
         let mut pause = RECONNECT.0;
-        connection = loop {
+        (connection, objects) = loop {
             tokio::time::sleep(pause).await;
             match connect(&bus, &shared).await {
-                Ok(connection) => break connection,
+                Ok(connected) => break connected,
                 Err(error) => tracing::debug!(%error, "still off the bus"),
             }
             pause = (pause * 2).min(RECONNECT.1);

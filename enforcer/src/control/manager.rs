@@ -7,7 +7,11 @@
     reason = "a signal is flat: each argument is a documented one of the bus interface"
 )]
 
-use std::sync::Arc;
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
 
 use tokio::sync::{Semaphore, broadcast};
 use zbus::{
@@ -16,10 +20,10 @@ use zbus::{
 };
 
 use super::{
-    Control, ControlError, Notice, QuotaChange,
+    Control, ControlError, Notice, QuotaChange, Tenant,
     access::{Access, Denied},
     wire::{self, GpuDict, TenantDict, Triple},
-    wire_time::{self, HeldTuple},
+    wire_time,
 };
 
 /// Longest string that a caller may pass.
@@ -32,6 +36,8 @@ const RUNNING_CALLS: usize = 8;
 const PENDING_CALLS: usize = 256;
 /// Callers whom polkit may be asking for a password at the same time; more are refused.
 const PENDING_AUTHORIZATIONS: usize = 16;
+/// Properties of objects that are read within this time come from the same look at the tenants.
+const SEEN: Duration = Duration::from_millis(100);
 /// Sends every notice as a signal; returns when the connection or the control is gone.
 pub(super) async fn emit_notices(
     connection: &Connection,
@@ -119,7 +125,12 @@ pub(super) struct Shared {
     running: Arc<Semaphore>,
     pending: Arc<Semaphore>,
     authorizations: Semaphore,
+    /// Tenants as they were seen last, for callers that read property by property.
+    seen: Mutex<Option<Seen>>,
 }
+
+/// When tenants were seen, and they by name.
+type Seen = (Instant, Arc<BTreeMap<String, Tenant>>);
 
 impl Shared {
     pub(super) fn new(control: Arc<dyn Control>) -> Self {
@@ -128,11 +139,38 @@ impl Shared {
             running: Arc::new(Semaphore::new(RUNNING_CALLS)),
             pending: Arc::new(Semaphore::new(PENDING_CALLS)),
             authorizations: Semaphore::new(PENDING_AUTHORIZATIONS),
+            seen: Mutex::new(None),
         }
     }
 
+    /// Tenants by name, not older than [`SEEN`] and not from before the last change through this interface.
+    pub(super) async fn seen(&self) -> Result<Arc<BTreeMap<String, Tenant>>, MethodError> {
+        if let Some((at, tenants)) = &*self.lock_seen()
+            && at.elapsed() < SEEN
+        {
+            return Ok(Arc::clone(tenants));
+        }
+        let at = Instant::now();
+        let tenants = self.call(Control::tenants).await?;
+        let tenants = tenants
+            .into_iter()
+            .map(|tenant| (tenant.name.clone(), tenant));
+        let tenants = Arc::new(tenants.collect::<BTreeMap<_, _>>());
+        *self.lock_seen() = Some((at, Arc::clone(&tenants)));
+        Ok(tenants)
+    }
+
+    /// The next look is a new one.
+    pub(super) fn forget_seen(&self) {
+        *self.lock_seen() = None;
+    }
+
+    fn lock_seen(&self) -> MutexGuard<'_, Option<Seen>> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Runs a call on a thread where it may block.
-    async fn call<T: Send + 'static>(
+    pub(super) async fn call<T: Send + 'static>(
         &self,
         call: impl FnOnce(&dyn Control) -> T + Send + 'static,
     ) -> Result<T, MethodError> {
@@ -293,6 +331,7 @@ impl Manager {
         self.authorize(connection, &header, "reload the GPU quota policy")
             .await?;
         let loaded = self.shared.call(Control::reload).await??;
+        self.shared.forget_seen();
         Ok((loaded.generation, loaded.tenants, loaded.warnings))
     }
 
@@ -355,6 +394,7 @@ impl Manager {
             .shared
             .call(move |control| control.set_quota(&change))
             .await??;
+        self.shared.forget_seen();
         Ok(file.to_string_lossy().into_owned())
     }
 
@@ -370,10 +410,11 @@ impl Manager {
         check_strings(properties.iter().chain([&tenant]).map(String::as_str))?;
         self.authorize(connection, &header, "reset GPU quotas")
             .await?;
-        Ok(self
-            .shared
+        self.shared
             .call(move |control| control.reset_quota(&tenant, &properties))
-            .await??)
+            .await??;
+        self.shared.forget_seen();
+        Ok(())
     }
 
     /// Freezes a tenant; `gpu` is empty for every GPU.
@@ -384,7 +425,7 @@ impl Manager {
         gpu: String,
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
-    ) -> Result<HeldTuple, MethodError> {
+    ) -> Result<(Vec<u32>, Vec<(u32, String)>), MethodError> {
         check_strings([tenant.as_str(), gpu.as_str()])?;
         self.authorize(connection, &header, "freeze GPU tenants")
             .await?;
@@ -403,7 +444,7 @@ impl Manager {
         gpu: String,
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
-    ) -> Result<HeldTuple, MethodError> {
+    ) -> Result<(Vec<u32>, Vec<(u32, String)>), MethodError> {
         check_strings([tenant.as_str(), gpu.as_str()])?;
         self.authorize(connection, &header, "thaw GPU tenants")
             .await?;

@@ -7,6 +7,7 @@
 mod access;
 pub mod dbus;
 mod manager;
+mod objects;
 pub mod peer;
 mod polkit;
 mod time;

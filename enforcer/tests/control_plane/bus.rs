@@ -20,7 +20,7 @@ use crate::{
     support::{Daemon, FakeControl, GIB, TestBus, ctl, eventually, fails, stderr, stdout},
 };
 
-fn busctl(bus: &TestBus, arguments: &[&str]) -> Output {
+pub fn busctl(bus: &TestBus, arguments: &[&str]) -> Output {
     Command::new("busctl")
         .arg(format!("--address={}", bus.address))
         .args(arguments)
@@ -163,7 +163,13 @@ fn the_shipped_interface_file_is_what_is_served() {
         ],
     ));
     let shipped = include_str!("../../../config/org.gpuquota.Enforcer1.xml");
-    let (served, shipped) = (interface(&served), interface(shipped));
+    same_interface("org.gpuquota.Enforcer1.Manager", &served, shipped);
+}
+
+/// What is served is what the file says, tag by tag.
+#[track_caller]
+pub fn same_interface(name: &str, served: &str, shipped: &str) {
+    let (served, shipped) = (interface(name, served), interface(name, shipped));
     for line in &shipped {
         assert!(served.contains(line), "not served: {line}\n{served:#?}");
     }
@@ -174,11 +180,12 @@ fn the_shipped_interface_file_is_what_is_served() {
             served.join("\n")
         );
     }
+    assert!(!served.is_empty());
     assert_eq!(served, shipped);
 }
 
-/// The tags of the Manager interface, without comments and indentation.
-fn interface(xml: &str) -> Vec<String> {
+/// The tags of an interface, without comments and indentation.
+fn interface(name: &str, xml: &str) -> Vec<String> {
     let mut text = xml.to_owned();
     while let Some(start) = text.find("<!--") {
         let end = text[start..].find("-->").expect("closed comment") + start + 3;
@@ -186,7 +193,7 @@ fn interface(xml: &str) -> Vec<String> {
     }
     text.split_inclusive('>')
         .map(|tag| tag.split_whitespace().collect::<Vec<_>>().join(" "))
-        .skip_while(|tag| !tag.contains("interface name=\"org.gpuquota.Enforcer1.Manager\""))
+        .skip_while(|tag| !tag.contains(&format!("interface name=\"{name}\"")))
         .take_while(|tag| tag != "</interface>")
         .collect()
 }

@@ -374,3 +374,24 @@ fn completions_and_manual_pages_cover_every_verb() {
         .expect("run");
     fails(&output, 1, "/nonexistent");
 }
+
+#[test]
+fn doctor_tells_of_the_host_without_a_daemon() {
+    let output = ctl("peer:/nonexistent/bus", &["doctor"])
+        .output()
+        .expect("gpuquotactl");
+    fails(&output, 69, "the socket does not exist");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        text.contains("cgroup v2") && text.contains("kernel"),
+        "{text}"
+    );
+    assert!(!text.contains("BACKEND"), "{text}");
+    let json = ctl("peer:/nonexistent/bus", &["doctor", "--json"])
+        .output()
+        .expect("gpuquotactl");
+    let report: serde_json::Value = serde_json::from_slice(&json.stdout).expect("JSON");
+    assert_eq!(report["findings"][0]["subject"], "gpuquotad");
+    assert_eq!(report["findings"][0]["verdict"], "error");
+    assert_eq!(report["backends"], serde_json::json!([]));
+}

@@ -2,6 +2,7 @@
 
 mod bus;
 mod cli;
+mod objects;
 mod peer;
 mod policy_files;
 mod support;

@@ -87,7 +87,7 @@ async fn dispatch(bus: &Bus, verb: Verb) -> Result<(), Error> {
             files,
             json,
         }) => policy::explain(&files, &tenant, gpu.as_ref(), bus, json.json).await,
-        Verb::Doctor(json) => read::doctor(&connect().await?, json.json).await,
+        Verb::Doctor(json) => read::doctor(bus, json.json).await,
         Verb::Version(json) => read::version(bus, json.json).await,
         Verb::Completions { shell } => generate::completions(shell),
         Verb::Man { directory } => generate::man(&directory),

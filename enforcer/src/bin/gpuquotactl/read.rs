@@ -6,6 +6,7 @@ use gpuquota_enforcer::{
     client::{Client, ClientError},
     config::Bus,
     control::{Backend, BackendState, Finding, Gpu, Tenant, TenantGpu, Verdict},
+    doctor as host,
 };
 use serde::Serialize;
 
@@ -299,17 +300,31 @@ struct Report {
     gpus: Vec<Gpu>,
 }
 
-/// `doctor`; fails if enforcement does not work.
-pub async fn doctor(client: &Client, json: bool) -> Result<(), Error> {
-    let report = Report {
-        findings: client.doctor().await?,
-        backends: client.backends().await?,
-        gpus: client.gpus().await?,
+/// `doctor`; fails if enforcement does not work. Without a daemon it tells what the host offers, and fails because
+/// the daemon is not there.
+pub async fn doctor(bus: &Bus, json: bool) -> Result<(), Error> {
+    let asked = async {
+        let client = Client::connect(bus).await?;
+        Ok(Report {
+            findings: client.doctor().await?,
+            backends: client.backends().await?,
+            gpus: client.gpus().await?,
+        })
+    };
+    let (report, absence) = match asked.await {
+        Ok(report) => (report, None),
+        Err(error @ (ClientError::Unavailable { .. } | ClientError::Timeout { .. })) => {
+            (without_daemon(&error), Some(error))
+        }
+        Err(error) => return Err(error.into()),
     };
     if json {
         print_json(&report)?;
     } else {
         print(&doctor_text(&report, Screen::stdout()))?;
+    }
+    if let Some(error) = absence {
+        return Err(error.into());
     }
     let broken = report
         .findings
@@ -319,6 +334,21 @@ pub async fn doctor(client: &Client, json: bool) -> Result<(), Error> {
         Err(Error::Reported(1))
     } else {
         Ok(())
+    }
+}
+
+/// What is known without a daemon.
+fn without_daemon(error: &ClientError) -> Report {
+    let mut findings = vec![host::finding(
+        "gpuquotad",
+        Verdict::Error,
+        error.to_string(),
+    )];
+    findings.extend(host::host());
+    Report {
+        findings,
+        backends: Vec::new(),
+        gpus: Vec::new(),
     }
 }
 
@@ -377,9 +407,16 @@ fn doctor_text(report: &Report, screen: Screen) -> String {
             (gpu.uuid.clone(), Style::Plain),
         ]);
     }
-    [findings, backends, gpus]
-        .map(|table| table.render(screen))
-        .join("\n")
+    [
+        (findings, true),
+        (backends, !report.backends.is_empty()),
+        (gpus, !report.gpus.is_empty()),
+    ]
+    .into_iter()
+    .filter(|(_, shown)| *shown)
+    .map(|(table, _)| table.render(screen))
+    .collect::<Vec<_>>()
+    .join("\n")
 }
 
 #[derive(Serialize)]
