@@ -4,6 +4,7 @@
 //! that serve events, listeners and the bus; each of its locks is held for a computation or a map update, never
 //! for a tenant.
 
+mod adopting;
 mod answers;
 mod governing;
 mod judging;

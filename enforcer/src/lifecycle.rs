@@ -253,6 +253,11 @@ impl Proc {
         (start_ns != 0).then(|| start_ns / (1_000_000_000 / ticks_per_second()))
     }
 
+    /// The opposite of [`Proc::ticks`].
+    pub fn start_ns(&self, ticks: u64) -> u64 {
+        ticks * (1_000_000_000 / ticks_per_second())
+    }
+
     fn is_control(&self, path: &Path) -> bool {
         nvidia::key_of(path).is_ok_and(|key| key == self.control)
     }

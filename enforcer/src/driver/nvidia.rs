@@ -130,6 +130,11 @@ fn kernel_dev(dev: u64) -> u32 {
     ((major(dev) as u32) << 20) | (minor(dev) as u32 & 0xf_ffff)
 }
 
+/// The handle of a client that was made just now, and is gone again: others were given out before it.
+pub(crate) fn fresh_client(device_dir: &Path) -> Result<u32, DriverError> {
+    Control::open(&device_dir.join("nvidiactl")).map(|control| control.client)
+}
+
 /// A client of our own, for questions to the driver.
 struct Control {
     path: PathBuf,

@@ -42,6 +42,9 @@ impl Enforcer {
         };
         // Before anything else: nobody stays frozen because an earlier daemon is gone.
         self.start_time()?;
+        if self.known_driver {
+            self.start_adopting()?;
+        }
         // What happened while no daemon was there.
         self.sweep();
         for (tgid, _) in self.kernel.processes() {

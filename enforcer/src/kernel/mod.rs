@@ -517,6 +517,52 @@ impl Kernel {
         .map(drop)
     }
 
+    /// Notes a process that was there before the observer.
+    pub fn adopt_process(
+        &self,
+        tgid: u32,
+        start_ns: u64,
+        tenant: u32,
+        cgroup: u64,
+    ) -> Result<(), KernelError> {
+        self.done(&[
+            op::ADOPT_PROCESS,
+            u64::from(tgid),
+            start_ns,
+            u64::from(tenant),
+            cgroup,
+        ])
+    }
+
+    /// Takes an object of such a process into the ledger, with its charge; a known one stays as it is.
+    pub fn adopt_object(&self, key: ObjectKey, object: &Object) -> Result<(), KernelError> {
+        self.done(&[
+            op::ADOPT_OBJECT,
+            u64::from(key.client),
+            u64::from(key.handle),
+            u64::from(object.tgid),
+            u64::from(object.tenant),
+            u64::from(object.gpu),
+            u64::from(object.kind),
+            u64::from(object.class),
+            u64::from(object.parent),
+            u64::from(object.fd),
+            object.bytes,
+            object.cgroup,
+        ])
+    }
+
+    /// Runs an operation that has to succeed.
+    fn done(&self, words: &[u64]) -> Result<(), KernelError> {
+        match self.operation(words)? {
+            op::result::OK => Ok(()),
+            answer => Err(KernelError::Operation {
+                operation: words[0],
+                answer,
+            }),
+        }
+    }
+
     fn operation(&self, words: &[u64]) -> Result<u32, KernelError> {
         let mut options = RawTracePointRunOptions::new();
         options.args[..words.len()].copy_from_slice(words);

@@ -47,7 +47,8 @@ enum Message {
     Utilization(Utilization),
     Launched(u32, Duration),
     Hold(Hold),
-    GiveUp(Place, String),
+    Stranger(Place, u32, String),
+    Ended(u32),
     Stop,
 }
 
@@ -206,9 +207,14 @@ impl TimeControl {
         self.tell(Message::Launched(tgid, linger));
     }
 
-    /// A process is known to be out of reach.
-    pub fn give_up(&self, gpu: u32, tgid: u32, why: String) {
-        self.tell(Message::GiveUp(Place { gpu, tgid }, why));
+    /// A process that was there before the daemon is out of reach.
+    pub fn stranger(&self, gpu: u32, tgid: u32, tenant: u32, why: String) {
+        self.tell(Message::Stranger(Place { gpu, tgid }, tenant, why));
+    }
+
+    /// Such a process has ended.
+    pub fn ended(&self, tgid: u32) {
+        self.tell(Message::Ended(tgid));
     }
 
     /// Freezes or thaws a tenant on some GPUs, and waits until it is done.
@@ -353,7 +359,11 @@ impl Worker {
             Message::Resync => self.engine.replace(self.kernel.objects()),
             Message::Utilization(news) => self.utilization(news, now),
             Message::Launched(tgid, linger) => self.engine.launched(tgid, now, linger),
-            Message::GiveUp(place, why) => self.engine.give_up(place, why, now),
+            Message::Stranger(place, tenant, why) => {
+                self.engine.stranger(place, tenant, why);
+                self.published = None;
+            }
+            Message::Ended(tgid) => self.engine.ended(tgid),
             Message::Hold(_) | Message::Stop => {}
         }
     }
@@ -441,11 +451,13 @@ impl Worker {
         for gpu in &hold.gpus {
             held.frozen
                 .extend(self.engine.frozen_in(&hold.tenant, *gpu));
-            held.out_of_reach.extend(
-                self.engine
-                    .uncontrolled(*gpu)
-                    .map(|(tgid, why)| (tgid, why.to_owned())),
-            );
+            for tenant in self.engine.tenants_in(&hold.tenant) {
+                held.out_of_reach.extend(
+                    self.engine
+                        .uncontrolled_in(tenant, *gpu)
+                        .map(|(tgid, why)| (tgid, why.to_owned())),
+                );
+            }
         }
         held
     }
@@ -488,21 +500,15 @@ impl Worker {
                             time.slices.push((member.tgid, *slice));
                         }
                     }
-                    time.uncontrolled = self
-                        .engine
-                        .uncontrolled(*gpu)
-                        .filter(|(tgid, _)| {
-                            state
-                                .members()
-                                .iter()
-                                .any(|member| member.tgid == *tgid && member.tenant == *tenant)
-                        })
-                        .map(|(pid, why)| Uncontrolled {
-                            pid,
-                            why: why.to_owned(),
-                        })
-                        .collect();
                 }
+                time.uncontrolled = self
+                    .engine
+                    .uncontrolled_in(*tenant, *gpu)
+                    .map(|(pid, why)| Uncontrolled {
+                        pid,
+                        why: why.to_owned(),
+                    })
+                    .collect();
                 status.insert((*tenant, *gpu), time);
             }
         }

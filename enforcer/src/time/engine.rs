@@ -82,6 +82,8 @@ pub struct Engine {
     /// Channels that are frozen.
     frozen: BTreeMap<Place, BTreeSet<(u32, u32)>>,
     uncontrolled: BTreeMap<Place, Uncontrolled>,
+    /// Processes that were there before the daemon and are out of reach: their tenant, and why.
+    strangers: BTreeMap<Place, (u32, String)>,
     /// Places that were reported as not controllable.
     reported: BTreeSet<Place>,
     /// Objects that tenants have changed themselves: to be set again, and when.
@@ -104,6 +106,7 @@ impl Engine {
             slices: BTreeMap::new(),
             frozen: BTreeMap::new(),
             uncontrolled: BTreeMap::new(),
+            strangers: BTreeMap::new(),
             reported: BTreeSet::new(),
             changed: Vec::new(),
             own_controls: BTreeMap::new(),
@@ -215,16 +218,42 @@ impl Engine {
         self.gpus.get(&gpu)
     }
 
-    /// Processes that are not controlled on a GPU, and why.
-    pub fn uncontrolled(&self, gpu: u32) -> impl Iterator<Item = (u32, &str)> {
-        self.uncontrolled
+    /// Processes that are in a tenant itself and not controlled on a GPU, and why.
+    pub fn uncontrolled_in(&self, tenant: u32, gpu: u32) -> impl Iterator<Item = (u32, &str)> {
+        let failed = self
+            .uncontrolled
             .iter()
+            .filter(move |(place, _)| {
+                self.places
+                    .get(place)
+                    .is_some_and(|helds| helds[0].tenant == tenant)
+            })
+            .map(|(place, uncontrolled)| (*place, uncontrolled.why.as_str()));
+        self.strangers
+            .iter()
+            .filter(move |(_, (of, _))| *of == tenant)
+            .map(|(place, (_, why))| (*place, why.as_str()))
+            .chain(failed)
             .filter(move |(place, _)| place.gpu == gpu)
-            .map(|(place, uncontrolled)| (place.tgid, uncontrolled.why.as_str()))
+            .map(|(place, why)| (place.tgid, why))
     }
 
-    /// A process cannot be controlled for a reason that is known from elsewhere.
-    pub fn give_up(&mut self, place: Place, why: String, now: Duration) {
+    /// A process that was there before the daemon is out of reach.
+    pub fn stranger(&mut self, place: Place, tenant: u32, why: String) {
+        warn!(
+            tgid = place.tgid,
+            gpu = place.gpu,
+            why, "its GPU time is not controlled"
+        );
+        self.strangers.insert(place, (tenant, why));
+    }
+
+    /// A process is gone.
+    pub fn ended(&mut self, tgid: u32) {
+        self.strangers.retain(|place, _| place.tgid != tgid);
+    }
+
+    fn give_up(&mut self, place: Place, why: String, now: Duration) {
         if self.reported.insert(place) {
             warn!(
                 tgid = place.tgid,
@@ -537,21 +566,28 @@ impl Engine {
             .collect()
     }
 
+    /// A tenant and those inside it.
+    pub fn tenants_in(&self, tenant: &str) -> BTreeSet<u32> {
+        let named = |index: u32| {
+            self.rules
+                .get(&index)
+                .is_some_and(|rules| rules.name == tenant)
+        };
+        self.rules
+            .keys()
+            .copied()
+            .filter(|index| chain(&self.rules, *index).any(named))
+            .collect()
+    }
+
     /// Processes in a tenant, and in those inside it, that are frozen on a GPU.
     pub fn frozen_in(&self, tenant: &str, gpu: u32) -> Vec<u32> {
-        let Some(state) = self.gpus.get(&gpu) else {
-            return Vec::new();
-        };
-        state
-            .members()
-            .iter()
-            .filter(|member| {
-                chain(&self.rules, member.tenant).any(|around| {
-                    self.rules
-                        .get(&around)
-                        .is_some_and(|rules| rules.name == tenant)
-                })
-            })
+        let tenants = self.tenants_in(tenant);
+        self.gpus
+            .get(&gpu)
+            .into_iter()
+            .flat_map(Gpu::members)
+            .filter(|member| tenants.contains(&member.tenant))
             .map(|member| member.tgid)
             .filter(|tgid| self.frozen.contains_key(&Place { gpu, tgid: *tgid }))
             .collect()

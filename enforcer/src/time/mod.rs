@@ -5,6 +5,7 @@
 
 pub mod account;
 pub mod act;
+pub mod adopt;
 pub mod ceiling;
 pub mod controller;
 pub mod engine;

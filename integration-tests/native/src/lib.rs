@@ -29,6 +29,9 @@ use gpuquota_simgpu::fixture::{Options, SimGpu};
 /// How long anything may take that should happen at once.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
+/// How long a daemon may take to start: without optimization and on an emulated processor it reads kernel types for long.
+const STARTING: Duration = Duration::from_mins(2);
+
 /// Beds of this process so far: each has names of its own.
 static BEDS: AtomicU32 = AtomicU32::new(0);
 
@@ -154,7 +157,7 @@ impl Bed {
     pub fn start(&mut self) {
         assert!(self.daemon.is_none(), "the daemon runs");
         self.daemon = Some(self.daemon_command().spawn().expect("gpuquotad"));
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + STARTING;
         while self.try_call(async |client| client.version().await).is_none() {
             let ended = self
                 .daemon
@@ -172,6 +175,11 @@ impl Bed {
     /// What the daemon wrote.
     pub fn log(&self) -> String {
         fs::read_to_string(self.scratch("daemon.log")).unwrap_or_default()
+    }
+
+    /// Whether a daemon was started and not ended.
+    pub fn is_running(&self) -> bool {
+        self.daemon.is_some()
     }
 
     /// The daemon's process.
@@ -282,6 +290,13 @@ impl Bed {
     pub fn release_all(&self) -> Output {
         let mut command = self.daemon_command();
         command.arg("--release-all").output().expect("gpuquotad --release-all")
+    }
+
+    /// Takes everything out of the kernel; the daemon must not run.
+    pub fn detach_all(&self) {
+        let mut command = self.daemon_command();
+        let ended = command.arg("--detach-all").status();
+        assert!(ended.expect("gpuquotad --detach-all").success());
     }
 
     /// `gpuquotactl` with these arguments, to its end.

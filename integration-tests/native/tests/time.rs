@@ -403,3 +403,43 @@ fn nobody_stays_frozen_when_the_daemon_is_gone() {
         actor.kill_workload();
     }
 }
+
+#[test]
+fn a_process_that_was_there_first_is_taken_over() {
+    let mut bed = Bed::new(&tenants(&[("a", "memory.max = \"4GiB\""), ("b", "")]));
+    bed.signal_daemon(libc::SIGTERM);
+    bed.detach_all();
+    // Nobody observes: not a trace of what these do.
+    let mut first = stranger_in(&bed, "a");
+    assert_eq!(first.tell("alloc 1GiB"), "allocated 1073741824");
+    let mut second = stranger_in(&bed, "b");
+    assert_eq!(second.tell("context"), "context");
+    bed.start();
+    let pid = first.pid();
+    wait_for("its slices", Duration::from_secs(5), || slices(&bed, pid) == [5000; 4]);
+    // Its memory is charged, and the budget holds on top of it.
+    let used = bed.wait_usage("a", 0, |used| used > 1 << 30);
+    let held = bed.sim.truth().expect("the truth").gpus[0].processes[&pid].rm_bytes;
+    assert_eq!(used, held);
+    // It can be frozen.
+    assert!(bed.ctl(&["freeze", "a"]).status.success());
+    assert_eq!(disabled(&bed, pid), (20, 20));
+    assert!(bed.ctl(&["thaw", "a"]).status.success());
+    assert_eq!(disabled(&bed, pid), (0, 20));
+    // It goes on as before, and what it frees is given back.
+    assert!(first.tell("free").starts_with("freed"));
+    bed.wait_usage("a", 0, |used| used < 1 << 30);
+    assert!(first.tell("launch --for 200ms").starts_with("launched"));
+    drop(first);
+    drop(second);
+    assert_eq!(bed.wait_for_nothing(Duration::from_secs(3)), []);
+}
+
+/// A workload in a tenant's cgroup that was not started through us.
+fn stranger_in(bed: &Bed, tenant: &str) -> Actor {
+    let cgroup = bed.cgroup(&format!("/{tenant}.slice"));
+    bed.hierarchy().create(&cgroup).expect("a cgroup");
+    let actor = bed.stranger();
+    bed.hierarchy().attach(&cgroup, actor.pid()).expect("moved");
+    actor
+}
