@@ -406,7 +406,9 @@ pub struct Refusal {
 }
 
 /// A second refusal of the same size by the same thread within this time is libcuda's second try.
-pub const SECOND_TRY_NS: u64 = 20_000_000;
+///
+/// It comes within microseconds, but a machine may be busy. A third refusal is a new one in any case.
+pub const SECOND_TRY_NS: u64 = 200_000_000;
 
 /// Indices into the per-CPU counters.
 pub mod counter {

@@ -181,7 +181,7 @@ fn charge(settings: &Settings, tgid: u32, flight: &InFlight) -> u64 {
                     cgroup: flight.cgroup,
                     at_ns: now(),
                 });
-                answer_breach(settings, flight, limited_by);
+                answer_breach(settings, flight, limited_by, bytes);
             }
         } else if flight.reserved > bytes {
             ledger::unreserve(
@@ -198,12 +198,14 @@ fn charge(settings: &Settings, tgid: u32, flight: &InFlight) -> u64 {
 
 /// Signals a process that got memory past a budget, where the budget says so.
 ///
-/// One that had been refused, or admitted with less, has changed the call behind our back: it is killed. One that
-/// nothing could refuse is asked to end; the daemon sees to it that it does.
+/// One that had been refused, or got more than it had asked for when it was looked at, has changed the call behind our
+/// back: it is killed. One that nothing could refuse is asked to end; the daemon sees to it that it does.
 #[inline(always)]
-fn answer_breach(settings: &Settings, flight: &InFlight, limited_by: u32) {
+fn answer_breach(settings: &Settings, flight: &InFlight, limited_by: u32, granted: u64) {
     const SIGKILL: u32 = 9;
     const SIGTERM: u32 = 15;
+    /// What the driver may add by itself: pages are at most this large.
+    const ROUNDING: u64 = 2 << 20;
     if settings.flags & settings_flags::ANSWER_BREACHES == 0 || limited_by >= MAX_TENANTS {
         return;
     }
@@ -212,10 +214,11 @@ fn answer_breach(settings: &Settings, flight: &InFlight, limited_by: u32) {
     if !ends {
         return;
     }
-    let signal = if flight.refusal == refusal::NONE && flight.admitted == 0 {
-        SIGTERM
-    } else {
+    let changed = granted > flight.wanted.saturating_add(ROUNDING);
+    let signal = if changed || flight.refusal != refusal::NONE {
         SIGKILL
+    } else {
+        SIGTERM
     };
     // SAFETY: the process that is signalled is the caller itself (kernel 5.3).
     unsafe { bpf_send_signal(signal) };

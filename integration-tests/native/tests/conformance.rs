@@ -5,6 +5,8 @@
 
 use std::{
     collections::BTreeSet,
+    fmt::Write as _,
+    fs,
     os::unix::process::ExitStatusExt as _,
     process::{Command, Output},
     time::Duration,
@@ -92,10 +94,35 @@ fn outcome(output: &Output) -> String {
     }
 }
 
+/// Ends the daemon, forgets the ledger, and writes down which backend is wanted next.
+fn stop(bed: &mut Bed, next: &str) {
+    if bed.is_running() {
+        bed.signal_daemon(libc::SIGTERM);
+    }
+    let output = daemon(bed).arg("--detach-all").output().expect("gpuquotad");
+    assert!(output.status.success(), "{output:?}");
+    let path = bed.sim.scratch().join("gpuquota.toml");
+    let mut settings: String = fs::read_to_string(&path)
+        .expect("settings")
+        .lines()
+        .filter(|line| !line.starts_with("memory = "))
+        .flat_map(|line| [line, "\n"])
+        .collect();
+    writeln!(settings, "memory = \"{next}\"").expect("a string");
+    fs::write(path, settings).expect("settings");
+}
+
+fn daemon(bed: &Bed) -> Command {
+    let mut command = bed.command("gpuquotad");
+    command
+        .arg("--config")
+        .arg(bed.sim.scratch().join("gpuquota.toml"));
+    command
+}
+
 /// Starts the daemon again with one backend and nothing else.
 fn force(bed: &mut Bed, backend: &str) {
-    bed.signal_daemon(libc::SIGTERM);
-    bed.add_settings(&format!("memory = \"{backend}\"\n"));
+    stop(bed, backend);
     bed.start();
     let active: Vec<String> = backends(bed)
         .into_iter()
@@ -106,16 +133,9 @@ fn force(bed: &mut Bed, backend: &str) {
 }
 
 /// A daemon that is told to use what is not there says so and does not start.
-fn refuses_to_start(backend: &Backend) {
-    let mut bed = Bed::new(POLICY);
-    bed.signal_daemon(libc::SIGTERM);
-    bed.add_settings(&format!("memory = \"{}\"\n", backend.name));
-    let output = bed
-        .command("gpuquotad")
-        .arg("--config")
-        .arg(bed.sim.scratch().join("gpuquota.toml"))
-        .output()
-        .expect("gpuquotad");
+fn refuses_to_start(bed: &mut Bed, backend: &Backend) {
+    stop(bed, &backend.name);
+    let output = daemon(bed).output().expect("gpuquotad");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(78), "{said}");
     assert!(
@@ -215,7 +235,11 @@ fn serves_compat() -> bool {
 
 #[test]
 fn every_way_to_allocate_against_every_backend() {
-    let offered = backends(&Bed::new(POLICY));
+    let mut bed = Bed::new(POLICY);
+    bed.hierarchy()
+        .create(&bed.cgroup("/a.slice"))
+        .expect("a cgroup");
+    let offered = backends(&bed);
     let wanted: Option<BTreeSet<String>> = std::env::var("CONFORMANCE_BACKENDS")
         .ok()
         .map(|names| names.split(',').map(str::to_owned).collect());
@@ -230,19 +254,17 @@ fn every_way_to_allocate_against_every_backend() {
     println!("AUTO {}", by_itself.join("+"));
     for backend in &offered {
         let name = backend.name.as_str();
+        if backend.state == BackendState::Unavailable {
+            println!("MISSING {name} {}", backend.reason);
+        }
         if wanted.as_ref().is_some_and(|wanted| !wanted.contains(name)) {
             continue;
         }
         if backend.state == BackendState::Unavailable {
-            refuses_to_start(backend);
-            println!("MISSING {name} {}", backend.reason);
+            refuses_to_start(&mut bed, backend);
             continue;
         }
-        let mut bed = Bed::new(POLICY);
         force(&mut bed, name);
-        bed.hierarchy()
-            .create(&bed.cgroup("/a.slice"))
-            .expect("a cgroup");
         for way in WAYS {
             let told = check_way(&bed, name, way);
             assert_eq!(
