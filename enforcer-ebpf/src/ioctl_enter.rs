@@ -195,6 +195,8 @@ fn reserve(settings: &Settings, thread: u32, flight: &mut InFlight, refusing: bo
         gpu: flight.gpu,
         bytes: flight.wanted,
         reserved: flight.reserved,
+        // An error number cannot say "later".
+        can_wait: settings.deny != deny::LSM,
     };
     match ledger::decide(settings.generation, &request) {
         Decision::Granted => flight.reserved = flight.wanted,

@@ -46,6 +46,8 @@ pub struct Request {
     pub bytes: u64,
     /// What of it is reserved already.
     pub reserved: u64,
+    /// Whether the caller can be told to try again.
+    pub can_wait: bool,
 }
 
 /// Answer to a [`Request`].
@@ -67,13 +69,13 @@ pub enum Decision {
 /// What happens above the limit is up to the innermost tenant's budget, whichever limit is in the way.
 #[inline(always)]
 pub fn decide(generation: u64, request: &Request) -> Decision {
-    let &Request { thread, tenant, gpu, bytes, reserved } = request;
+    let &Request { thread, tenant, gpu, bytes, reserved, can_wait } = request;
     if tenant >= MAX_TENANTS || gpu >= MAX_GPUS {
         return Decision::Refused { status: status::NO_MEMORY, limited_by: NO_TENANT, first: true };
     }
     let at = cell(tenant, gpu);
     let patience = match budget(generation, at) {
-        Some(budget) if budget.on_max == on_max::WAIT => budget.wait_ns,
+        Some(budget) if can_wait && budget.on_max == on_max::WAIT => budget.wait_ns,
         _ => 0,
     };
     if patience > 0 && !waiting::is_turn(at, thread, bytes) && waiting::wait(at, thread, bytes, patience) {

@@ -80,7 +80,7 @@ fn admit(thread: u32, tenant: u32, gpu: u32, bytes: u64, arg: u64, cmd: u32) -> 
     let generation = settings().generation;
     // A supervisor that was replaced in mid-decision may have reserved before.
     cancel(thread);
-    let request = Request { thread, tenant, gpu, bytes, reserved: 0 };
+    let request = Request { thread, tenant, gpu, bytes, reserved: 0, can_wait: true };
     match ledger::decide(generation, &request) {
         Decision::Granted => {}
         Decision::Refused { status: status::BUSY_RETRY, .. } => return result::WAIT,

@@ -9,7 +9,8 @@ use tracing::info;
 
 use super::{Enforcer, EnforcerError};
 use crate::{
-    config::PolicyDirectories,
+    backend::Choice,
+    config::{MemoryBackend, PolicyDirectories},
     control::{Notice, PolicyLoaded, QuotaChange},
     policy_files,
 };
@@ -160,7 +161,7 @@ impl Enforcer {
             .iter()
             .map(|warning| warning.render().trim_end().to_owned())
             .collect();
-        warnings.extend(without_effect(&loaded.policy, &self.host));
+        warnings.extend(without_effect(&loaded.policy, &self.host, self.choice));
         let tenants = u32::try_from(loaded.policy.tenants.len()).unwrap_or(u32::MAX);
         let generation = self.govern(loaded.policy, warnings.clone())?;
         let outcome = PolicyLoaded {
@@ -178,7 +179,7 @@ impl Enforcer {
 }
 
 /// What a policy asks for and this version of the daemon does not do. An admin must not believe that it holds.
-fn without_effect(policy: &Policy, host: &Host) -> Vec<String> {
+fn without_effect(policy: &Policy, host: &Host, choice: Choice) -> Vec<String> {
     let mut found = Vec::new();
     for tenant in policy.tenants.values() {
         let Some(budget) = host
@@ -194,8 +195,12 @@ fn without_effect(policy: &Policy, host: &Host) -> Vec<String> {
                 tenant.origin, tenant.name
             ));
         };
-        if budget.memory.on_max != OnMemoryMax::Deny {
-            say("memory.on-max", "allocations over the limit are denied");
+        if budget.memory.on_max == OnMemoryMax::Wait && choice.everywhere == MemoryBackend::Lsm {
+            say(
+                "memory.on-max",
+                "the backend lsm cannot make an allocation wait, it is denied; a command started by `gpuquotactl run` \
+                 waits where notify is in use too",
+            );
         }
         if budget.memory.on_high != OnHigh::Notify {
             say("memory.on-high", "crossing memory.high only raises an event");

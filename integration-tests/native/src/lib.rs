@@ -465,6 +465,11 @@ impl Actor {
         unsafe { libc::kill(self.workload_pid().cast_signed(), libc::SIGKILL) };
     }
 
+    /// Waits for its end without telling it to end, and returns its exit code.
+    pub fn wait(&mut self) -> Option<i32> {
+        self.child.wait().expect("waited for").code()
+    }
+
     /// Ends the input and waits for the end; returns the exit code, or `None` for a signal.
     pub fn finish(mut self) -> Option<i32> {
         drop(self.input.take());
