@@ -87,6 +87,8 @@ pub mod settings_flags {
     pub const OPEN_WITHOUT_DAEMON: u16 = 1;
     /// Whoever got memory past its budget is signalled at once, as its budget says.
     pub const ANSWER_BREACHES: u16 = 2;
+    /// The GPUs are closed to processes in no tenant.
+    pub const DENY_UNGOVERNED: u16 = 4;
 }
 
 /// Heartbeats older than this mean that no daemon is there.
@@ -434,8 +436,10 @@ pub mod counter {
     pub const NOT_REFUSED: u32 = 9;
     /// Driver calls of 32-bit callers in a tenant, which are refused.
     pub const COMPAT_REFUSED: u32 = 10;
+    /// Opened GPU files that were closed to a process in no tenant.
+    pub const UNGOVERNED_DENIED: u32 = 11;
     /// Number of counters.
-    pub const COUNT: u32 = 11;
+    pub const COUNT: u32 = 12;
 }
 
 #[cfg(feature = "user")]

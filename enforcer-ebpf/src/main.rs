@@ -41,6 +41,7 @@ mod ledger_op;
 mod process_exec;
 mod process_exit;
 mod process_fork;
+mod ungoverned;
 
 #[panic_handler]
 fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {

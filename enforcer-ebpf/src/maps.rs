@@ -67,6 +67,9 @@ pub static WAITERS: LruHashMap<u32, Waiter> = LruHashMap::with_max_entries(4096,
 /// Order among them, by tenant × GPU; user space makes an entry where a budget says "wait".
 #[map]
 pub static QUEUES: HashMap<u32, Queue> = HashMap::with_max_entries(4096, NO_PREALLOC);
+/// Cgroups whose processes, and those below, may open the GPUs without being a tenant's.
+#[map]
+pub static EXEMPT: HashMap<u64, u32> = HashMap::with_max_entries(1024, NO_PREALLOC);
 /// What callers wrote where a call was changed, by thread.
 #[map]
 pub static REWRITTEN: LruHashMap<u32, Rewritten> = LruHashMap::with_max_entries(4096, 0);

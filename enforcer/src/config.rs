@@ -83,6 +83,8 @@ pub struct EnforcementSettings {
     pub memory: MemoryBackend,
     /// What processes in no tenant may do.
     pub ungoverned: Ungoverned,
+    /// Cgroups to whose processes, and those below, `ungoverned = "deny"` does not apply.
+    pub ungoverned_exempt: Vec<String>,
     /// What holds while no daemon runs.
     pub daemon_loss: DaemonLoss,
     /// How often the ledger is compared with NVML.
@@ -123,6 +125,10 @@ impl Default for Config {
             enforcement: EnforcementSettings {
                 memory: MemoryBackend::Auto,
                 ungoverned: Ungoverned::Allow,
+                ungoverned_exempt: vec![
+                    "/user.slice/user-0.slice".to_owned(),
+                    "/system.slice/nvidia-persistenced.service".to_owned(),
+                ],
                 daemon_loss: DaemonLoss::Keep,
                 reconcile_interval: Duration::from_secs(1),
                 listener_timeout: Duration::from_secs(30),
@@ -399,14 +405,10 @@ impl Config {
             "nothing has to be kept outside the policy directories yet",
         );
         warn(
-            self.enforcement.ungoverned == Ungoverned::Deny,
-            "enforcement.ungoverned = \"deny\"",
-            "processes in no tenant still use the GPUs freely",
-        );
-        warn(
-            self.enforcement.daemon_loss == DaemonLoss::Open,
-            "enforcement.daemon-loss = \"open\"",
-            "the last limits hold while the daemon is gone",
+            self.enforcement.daemon_loss == DaemonLoss::Open
+                && self.enforcement.memory == MemoryBackend::Notify,
+            "enforcement.daemon-loss = \"open\" with enforcement.memory = \"notify\"",
+            "while the daemon is gone calls wait for listener-timeout and are then refused",
         );
         warnings
     }
@@ -505,6 +507,7 @@ struct GpuTable {
 struct EnforcementTable {
     memory: Option<MemoryBackend>,
     ungoverned: Option<Ungoverned>,
+    ungoverned_exempt: Option<Vec<Spanned<String>>>,
     daemon_loss: Option<DaemonLoss>,
     reconcile_interval: Option<Spanned<Interval>>,
     listener_timeout: Option<Spanned<Interval>>,
@@ -548,6 +551,19 @@ impl File {
             &mut config.enforcement.ungoverned,
             self.enforcement.ungoverned,
         );
+        if let Some(paths) = self.enforcement.ungoverned_exempt {
+            for path in &paths {
+                if !is_cgroup_path(path.get_ref()) {
+                    problems.push(Problem::new(
+                        source,
+                        Some(path.span()),
+                        "no cgroup; allowed are absolute paths such as \"/system.slice/dcgm.service\"",
+                    ));
+                }
+            }
+            config.enforcement.ungoverned_exempt =
+                paths.into_iter().map(Spanned::into_inner).collect();
+        }
         set(
             &mut config.enforcement.daemon_loss,
             self.enforcement.daemon_loss,
@@ -592,6 +608,14 @@ impl File {
             millis(10)..=millis(10_000),
         );
     }
+}
+
+/// Absolute, and without parts that a cgroup's own path never has.
+fn is_cgroup_path(path: &str) -> bool {
+    path == "/"
+        || path
+            .strip_prefix('/')
+            .is_some_and(|rest| rest.split('/').all(|part| !matches!(part, "" | "." | "..")))
 }
 
 fn set<T>(target: &mut T, value: Option<impl Into<T>>) {
@@ -791,6 +815,7 @@ mod tests {
             [enforcement]
             memory = "notify"
             ungoverned = "deny"
+            ungoverned-exempt = ["/x.slice/y"]
             daemon-loss = "open"
             reconcile-interval = "250 ms"
             listener-timeout = "2min"
@@ -819,6 +844,7 @@ mod tests {
             enforcement: EnforcementSettings {
                 memory: MemoryBackend::Notify,
                 ungoverned: Ungoverned::Deny,
+                ungoverned_exempt: vec!["/x.slice/y".into()],
                 daemon_loss: DaemonLoss::Open,
                 reconcile_interval: Duration::from_millis(250),
                 listener_timeout: Duration::from_mins(2),
@@ -829,7 +855,7 @@ mod tests {
             },
         };
         assert_eq!(config, expected);
-        assert_eq!(config.warnings().len(), 4, "{:?}", config.warnings());
+        assert_eq!(config.warnings().len(), 2, "{:?}", config.warnings());
     }
 
     #[test]

@@ -6,6 +6,7 @@
 
 mod adopting;
 mod answers;
+mod closing;
 mod governing;
 mod judging;
 mod measuring;
@@ -227,6 +228,8 @@ impl Enforcer {
         });
         enforcer.describe_host()?;
         enforcer.reload_policy()?;
+        // Last: tenants are known by now.
+        enforcer.close_or_open(pins.as_ref())?;
         Ok((enforcer, events))
     }
 

@@ -166,6 +166,7 @@ impl Enforcer {
         let Some(path) = self.hierarchy.path(id) else {
             return Ok(());
         };
+        self.exempt_changed(&path)?;
         let index = {
             let now = self.read();
             now.policy

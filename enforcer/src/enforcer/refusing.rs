@@ -60,7 +60,8 @@ pub(super) fn establish(
     }
     kernel.update_settings(|settings| {
         settings.deny = choice.deny();
-        settings.flags = flags;
+        // What is closed stays closed while a daemon replaces another.
+        settings.flags = flags | settings.flags & settings_flags::DENY_UNGOVERNED;
     })?;
     kernel.detach_other_denies(&used, pins)?;
     info!(everywhere = %choice.everywhere, supervised = choice.supervised, "memory backend");

@@ -145,7 +145,7 @@ impl Kernel {
     }
 }
 
-fn unpin(path: &Path) -> Result<(), KernelError> {
+pub(super) fn unpin(path: &Path) -> Result<(), KernelError> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(KernelError::Pin {
             path: path.to_owned(),

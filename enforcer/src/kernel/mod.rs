@@ -8,8 +8,10 @@ mod leftovers;
 mod offsets;
 mod pins;
 mod tracefs;
+mod ungoverned;
 
 use std::{
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
     sync::{Mutex, MutexGuard, PoisonError},
 };
@@ -45,7 +47,7 @@ static OBJECT: &[u8] =
 /// Maps that live on across restarts.
 const PINNED_MAPS: &[&str] = &[
     "SETTINGS", "TENANTS", "NAMES", "BUDGETS", "USAGE", "CGROUPS", "DEVICES", "INSTANCES", "OBJECTS",
-    "ACCOUNTS", "PROCESSES", "IN_FLIGHT", "COUNTERS", "EVENTS", "FROZEN",
+    "ACCOUNTS", "PROCESSES", "IN_FLIGHT", "COUNTERS", "EVENTS", "FROZEN", "EXEMPT",
 ];
 
 /// A hook that the observer needs.
@@ -143,6 +145,8 @@ pub struct Kernel {
     _links: Vec<FdLink>,
     /// The same for the programs that refuse.
     deny_links: Mutex<Vec<FdLink>>,
+    /// The same for the program that closes the GPUs.
+    device_link: Mutex<Option<OwnedFd>>,
     settings: Mutex<Array<MapData, Settings>>,
     tenants: Mutex<Array<MapData, TenantRow>>,
     names: Mutex<Array<MapData, TenantName>>,
@@ -153,6 +157,7 @@ pub struct Kernel {
     processes: Mutex<HashMap<MapData, u32, Process>>,
     frozen: Mutex<HashMap<MapData, FrozenKey, Frozen>>,
     queues: Mutex<HashMap<MapData, u32, Queue>>,
+    exempt: Mutex<HashMap<MapData, u64, u32>>,
     usage: Array<MapData, Usage>,
     objects: HashMap<MapData, ObjectKey, Object>,
     accounts: HashMap<MapData, AccountKey, u64>,
@@ -210,6 +215,7 @@ impl Kernel {
             processes,
             frozen,
             queues,
+            exempt,
             usage,
             objects,
             accounts,
@@ -221,7 +227,9 @@ impl Kernel {
             ebpf: Mutex::new(ebpf),
             _links: links,
             deny_links: Mutex::default(),
+            device_link: Mutex::default(),
             queues: Mutex::new(queues),
+            exempt: Mutex::new(exempt),
             settings: Mutex::new(settings),
             tenants: Mutex::new(tenants),
             names: Mutex::new(names),
@@ -612,6 +620,7 @@ struct Maps {
     processes: HashMap<MapData, u32, Process>,
     frozen: HashMap<MapData, FrozenKey, Frozen>,
     queues: HashMap<MapData, u32, Queue>,
+    exempt: HashMap<MapData, u64, u32>,
     usage: Array<MapData, Usage>,
     objects: HashMap<MapData, ObjectKey, Object>,
     accounts: HashMap<MapData, AccountKey, u64>,
@@ -633,6 +642,7 @@ impl Maps {
             processes: take(ebpf, "PROCESSES")?,
             frozen: take(ebpf, "FROZEN")?,
             queues: take(ebpf, "QUEUES")?,
+            exempt: take(ebpf, "EXEMPT")?,
             usage: take(ebpf, "USAGE")?,
             objects: take(ebpf, "OBJECTS")?,
             accounts: take(ebpf, "ACCOUNTS")?,

@@ -251,7 +251,7 @@ fn every_way_to_allocate_against_every_backend() {
         .filter(|backend| backend.state == BackendState::Active)
         .map(|backend| backend.name.as_str())
         .collect();
-    println!("AUTO {}", by_itself.join("+"));
+    println!("\nAUTO {}", by_itself.join("+"));
     for backend in &offered {
         let name = backend.name.as_str();
         if backend.state == BackendState::Unavailable {

@@ -39,7 +39,10 @@ fn an_allocation_waits_until_there_is_room_and_later_ones_wait_behind_it() {
     assert_eq!(first.answer(), "allocated 3221225472");
     assert_eq!(second.answer(), "allocated 268435456");
     let usage = bed.usage("a", 0);
-    assert!(usage.memory_used <= 6 * GIB && usage.denials == 0, "{usage:?}");
+    assert!(
+        usage.memory_used <= 6 * GIB && usage.denials == 0,
+        "{usage:?}"
+    );
 }
 
 #[test]
@@ -49,7 +52,10 @@ fn an_allocation_that_has_waited_long_enough_is_out_of_memory() {
     let start = Instant::now();
     assert!(actor.tell("alloc 8GiB").starts_with("out of memory"));
     let waited = start.elapsed();
-    assert!(waited >= Duration::from_secs(1) && waited < Duration::from_secs(10), "{waited:?}");
+    assert!(
+        waited >= Duration::from_secs(1) && waited < Duration::from_secs(10),
+        "{waited:?}"
+    );
     assert_eq!(bed.usage("a", 0).denials, 1);
     // The next one waits anew, and its process can be killed while it does.
     actor.order("alloc 9GiB");

@@ -6,6 +6,8 @@
     reason = "a test says what it expects by unwrapping, in its helpers too"
 )]
 
+mod coverage;
+
 use std::time::Duration;
 
 use gpuquota_vm::{Kernel, Vm, built, built_test};
@@ -13,7 +15,7 @@ use gpuquota_vm::{Kernel, Vm, built, built_test};
 const ALL: &str = "override,rewrite,notify,lsm,signal";
 
 /// Emulated, with a daemon for every backend.
-const LIMIT: Duration = Duration::from_mins(8);
+const LIMIT: Duration = Duration::from_mins(20);
 
 fn script(tried: &str) -> String {
     format!(
@@ -64,6 +66,12 @@ fn check(
         .filter_map(|line| line.split_whitespace().next().map(str::to_owned))
         .collect();
     assert_eq!(lacking, missing);
+    let release = lines("KERNEL ").concat();
+    coverage::record(
+        name,
+        &format!("{release}, lockdown={lockdown}"),
+        &outcome.output,
+    );
 }
 
 #[test]
