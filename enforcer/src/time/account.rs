@@ -6,7 +6,7 @@
 use std::{collections::VecDeque, time::Duration};
 
 /// Longest history that a [`Meter`] keeps.
-const KEPT: Duration = Duration::from_secs(60);
+const KEPT: Duration = Duration::from_mins(1);
 
 /// What NVML says of a process: percent of the span that ends at `at_us`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

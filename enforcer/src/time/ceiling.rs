@@ -139,18 +139,18 @@ pub fn until_edge(
     }
     let passed = since(at, start, period);
     Some(if passed < span {
-        span - passed
+        span.saturating_sub(passed)
     } else {
-        period - passed
+        period.saturating_sub(passed)
     })
 }
 
 /// Time since the last start.
 fn since(at: Duration, start: Duration, period: Duration) -> Duration {
     if at >= start {
-        at - start
+        at.saturating_sub(start)
     } else {
-        at + period - start
+        (at + period).saturating_sub(start)
     }
 }
 

@@ -538,7 +538,7 @@ impl Gpu {
             }
         }
         let index = u64::try_from(now.as_nanos() / period.as_nanos().max(1)).unwrap_or(u64::MAX);
-        let boundary = now - since_period(now, period);
+        let boundary = now.saturating_sub(since_period(now, period));
         if index != self.period {
             let one_later = index == self.period + 1;
             self.period = index;

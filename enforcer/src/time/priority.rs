@@ -75,7 +75,7 @@ impl Door {
             let turn = self.turns.entry(*tenant).or_insert(Turn::Out(now));
             match *turn {
                 Turn::Out(since) if now >= since + *starve_max => {
-                    *turn = Turn::Breath(now + breath)
+                    *turn = Turn::Breath(now + breath);
                 }
                 Turn::Breath(until) if now >= until => *turn = Turn::Out(now),
                 _ => {}
