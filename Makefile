@@ -1,7 +1,7 @@
 # Every target first installs what it lacks (Debian 12, rustup's stable Rust, root). `make` alone lists the targets.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build test lint bench demo fuzz kernel clean
+.PHONY: help setup build test lint bench demo deb fuzz kernel clean
 
 # Some machines have cargo only in its own folder, which is not on every PATH.
 export PATH := $(if $(CARGO_HOME),$(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH)
@@ -32,6 +32,10 @@ bench: ## run the benchmarks
 demo: ## show quotas at work on simulated GPUs; GPU=real uses the host's
 	@scripts/setup.sh build test
 	@GPU=$(GPU) scripts/demo.sh
+
+deb: ## build the Debian package into target/debian and try it: install, upgrade, remove, purge
+	@scripts/setup.sh build package
+	@scripts/deb.sh
 
 fuzz: ## fuzz every target for FUZZ_SECONDS (60) each
 	@scripts/setup.sh build fuzz

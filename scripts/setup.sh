@@ -2,7 +2,7 @@
 # Installs what is missing on Debian 12 to build, test and check this repository. Prints one line for each thing that it
 # installs and nothing when all is there. Needs root only if something is missing.
 #
-# usage: setup.sh [GROUP...]   groups: build test lint fuzz kernel; default: build test lint
+# usage: setup.sh [GROUP...]   groups: build test lint fuzz kernel package; default: build test lint
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -10,6 +10,7 @@ set -euo pipefail
 bpf_linker=0.13.0
 machete=0.9.2
 cargo_fuzz=0.13.2
+cargo_deb=3.8.0
 # The eBPF programs are compiled by Debian's own rustc, because Debian ships a prebuilt core library for the BPF target;
 # bpf-linker must be built on an LLVM at least as new as that compiler's.
 llvm=/usr/lib/llvm-22
@@ -22,7 +23,8 @@ packages_of() {
     lint) echo git rust-web-clippy shellcheck ;;
     fuzz) echo g++ ;;
     kernel) echo gcc make flex bison bc libelf-dev libssl-dev dwarves xz-utils kmod rsync cpio python3 ;;
-    *) die "unknown group '$1'; known: build test lint fuzz kernel" ;;
+    package) echo binutils dpkg ;;
+    *) die "unknown group '$1'; known: build test lint fuzz kernel package" ;;
     esac
 }
 
@@ -89,6 +91,9 @@ for group in "${groups[@]}"; do
             quietly rustup component add rustfmt clippy
         fi
         install_crate cargo-machete "$machete" "cargo machete --version"
+        ;;
+    package)
+        install_crate cargo-deb "$cargo_deb" "cargo deb --version"
         ;;
     fuzz)
         install_crate cargo-fuzz "$cargo_fuzz" "cargo fuzz --version"

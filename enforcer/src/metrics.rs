@@ -495,4 +495,50 @@ mod tests {
         assert!(!text.contains("gpuquota_gpu_ledger_drift_bytes{gpu=\"1\"}"));
         assert!(text.contains("gpuquota_gpu_ledger_drift_bytes{gpu=\"0\"} -1073741824\n"));
     }
+
+    /// Words that start with `gpuquota_`.
+    fn names(text: &str) -> std::collections::BTreeSet<&str> {
+        text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
+            .filter(|word| word.starts_with("gpuquota_"))
+            .collect()
+    }
+
+    #[test]
+    fn alerts_dashboard_and_documentation_speak_of_what_there_is() {
+        let text = render(&snapshot());
+        let families = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
+        let families: std::collections::BTreeSet<&str> = families.collect();
+        let documented = names(include_str!("../../docs/metrics.md"));
+        let missing: Vec<_> = families.difference(&documented).collect();
+        assert!(missing.is_empty(), "not documented: {missing:?}");
+        for (file, text) in [
+            ("docs/metrics.md", include_str!("../../docs/metrics.md")),
+            (
+                "config/prometheus-rules.yaml",
+                include_str!("../../config/prometheus-rules.yaml"),
+            ),
+            (
+                "config/grafana-dashboard.json",
+                include_str!("../../config/grafana-dashboard.json"),
+            ),
+        ] {
+            // The prefix alone is how the documentation speaks of all of them.
+            let unknown: Vec<_> = names(text)
+                .into_iter()
+                .filter(|name| *name != "gpuquota_" && !families.contains(name))
+                .collect();
+            assert!(unknown.is_empty(), "{file} speaks of {unknown:?}");
+        }
+        let dashboard: serde_json::Value =
+            serde_json::from_str(include_str!("../../config/grafana-dashboard.json"))
+                .expect("JSON");
+        let panels = dashboard["panels"].as_array().expect("panels");
+        assert!(
+            panels
+                .iter()
+                .all(|panel| panel["targets"][0]["expr"].is_string())
+        );
+    }
 }

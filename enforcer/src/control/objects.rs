@@ -46,15 +46,15 @@ pub(super) fn tenant_path(name: &str) -> ObjectPath<'static> {
             let _ = write!(path, "_{byte:02x}");
         }
     }
-    known(path)
+    known(&path)
 }
 
 fn gpu_path(index: u32) -> ObjectPath<'static> {
-    known(format!("{}/gpu/{index}", wire::PATH))
+    known(&format!("{}/gpu/{index}", wire::PATH))
 }
 
 /// A path that consists of nothing but allowed elements. An empty name, which no policy has, gives the parent.
-fn known(path: String) -> ObjectPath<'static> {
+fn known(path: &str) -> ObjectPath<'static> {
     ObjectPath::try_from(path.trim_end_matches('/').to_owned())
         .unwrap_or_else(|_| ObjectPath::from_static_str_unchecked(wire::PATH))
 }

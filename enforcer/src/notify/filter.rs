@@ -209,4 +209,27 @@ mod tests {
             assert_eq!(run(&program, abi.arch, abi.ioctl, 0x5401), SECCOMP_RET_ALLOW);
         }
     }
+
+    #[test]
+    fn the_profile_for_container_runtimes_stops_the_same_calls() {
+        let profile = include_str!("../../../packaging/oci/seccomp.json");
+        let profile: serde_json::Value = serde_json::from_str(profile).expect("JSON");
+        assert_eq!(profile["listenerPath"], crate::config::DEFAULT_LISTENER_SOCKET);
+        assert_eq!(profile["defaultAction"], "SCMP_ACT_ALLOW");
+        let rules = profile["syscalls"].as_array().expect("rules");
+        assert_eq!(rules.len(), ALLOCATING.len());
+        for (rule, cmd) in rules.iter().zip(ALLOCATING) {
+            let wanted = serde_json::json!({
+                "names": ["ioctl"],
+                "action": "SCMP_ACT_NOTIFY",
+                "args": [{
+                    "index": 1,
+                    "value": CMD_MASK,
+                    "valueTwo": cmd.to_raw() & CMD_MASK,
+                    "op": "SCMP_CMP_MASKED_EQ",
+                }],
+            });
+            assert_eq!(*rule, wanted);
+        }
+    }
 }
