@@ -80,8 +80,8 @@ pub fn control(
     put(&mut argument, nvos54::OBJECT, object);
     put(&mut argument, nvos54::CMD, command);
     put_long(&mut argument, nvos54::PARAMS, params.as_mut_ptr() as u64);
-    // A few hundred bytes at most.
-    put(&mut argument, nvos54::PARAMS_SIZE, params.len() as u32);
+    let size = u32::try_from(params.len()).unwrap_or(u32::MAX);
+    put(&mut argument, nvos54::PARAMS_SIZE, size);
     call(
         file,
         name,

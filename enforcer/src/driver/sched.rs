@@ -54,8 +54,8 @@ pub fn set_disabled(
     let channels = &channels[..channels.len().min(disable_channels::MAX)];
     let mut params = [0u8; disable_channels::SIZE];
     params[disable_channels::DISABLE] = u8::from(disabled);
-    // At most 64.
-    put(&mut params, disable_channels::COUNT, channels.len() as u32);
+    let count = u32::try_from(channels.len()).unwrap_or(0);
+    put(&mut params, disable_channels::COUNT, count);
     for (index, channel) in channels.iter().enumerate() {
         put(&mut params, disable_channels::CLIENTS + 4 * index, client);
         put(

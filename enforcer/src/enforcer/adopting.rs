@@ -136,7 +136,9 @@ impl Enforcer {
             object.cgroup = cgroup;
             match self.kernel.adopt_object(key, &object) {
                 Ok(()) => taken += 1,
-                Err(error) => warn!(%error, tgid, "an object of a process that was there before is not recorded"),
+                Err(error) => {
+                    warn!(%error, tgid, "an object of a process that was there before is not recorded")
+                }
             }
         }
         Ok(taken)
@@ -147,7 +149,9 @@ fn look(enforcer: &Weak<Enforcer>) {
     let mut seen = Seen::default();
     loop {
         let interval = {
-            let Some(enforcer) = enforcer.upgrade() else { return };
+            let Some(enforcer) = enforcer.upgrade() else {
+                return;
+            };
             if enforcer.stopping() {
                 return;
             }

@@ -47,7 +47,9 @@ pub enum AdoptError {
     #[error("it was there before the daemon, and has no control file open")]
     NoFile,
     /// None of the guesses was right.
-    #[error("it was there before the daemon, and its client was not found with {0} guesses; start it again to control it")]
+    #[error(
+        "it was there before the daemon, and its client was not found with {0} guesses; start it again to control it"
+    )]
     NoClient(usize),
     /// Its objects cannot be asked for.
     #[error("it was there before the daemon, and the driver does not tell its objects: {0}")]
@@ -82,7 +84,9 @@ pub fn find(
             }
             let client = Client { handle, fd: *fd };
             let ask = |handle| {
-                reach.with_fd(node, *fd, |file| sched::class_of(file, client.handle, handle))
+                reach.with_fd(node, *fd, |file| {
+                    sched::class_of(file, client.handle, handle)
+                })
             };
             match ask(handle)? {
                 Some(Err(error)) if error.status() == Some(status::INVALID_CLIENT) => {
@@ -100,7 +104,10 @@ pub fn find(
     if found.is_empty() {
         return Err(AdoptError::NoClient(guesses));
     }
-    if !found.values().any(|object| object.kind == kind::CHANNEL_GROUP) {
+    if !found
+        .values()
+        .any(|object| object.kind == kind::CHANNEL_GROUP)
+    {
         return Err(AdoptError::NoChannels);
     }
     Ok(found)
@@ -166,7 +173,8 @@ fn writable(maps: &str) -> Vec<(u64, u64)> {
             let (start, end) = fields.next()?.split_once('-')?;
             let access = fields.next()?;
             let name = fields.nth(3).unwrap_or("");
-            let ours = access == "rw-p" && (name.is_empty() || name == "[heap]" || name.starts_with("[anon"));
+            let ours = access == "rw-p"
+                && (name.is_empty() || name == "[heap]" || name.starts_with("[anon"));
             let parse = |text| u64::from_str_radix(text, 16).ok();
             ours.then_some((name != "[heap]", parse(start)?, parse(end)?))
         })
@@ -213,7 +221,8 @@ fn objects(
             Some(Ok(class)) => {
                 missing = 0;
                 if object_kind(class) != 0
-                    && let Some(Ok(parent)) = ask(&|file| sched::parent_of(file, client.handle, handle))?
+                    && let Some(Ok(parent)) =
+                        ask(&|file| sched::parent_of(file, client.handle, handle))?
                 {
                     named.insert(handle, Named { class, parent });
                 }
@@ -228,7 +237,9 @@ fn objects(
         if object.class != class::NV20_SUBDEVICE_0 {
             continue;
         }
-        let uuid = reach.with_fd(node, client.fd, |file| sched::gpu_uuid(file, client.handle, *handle))?;
+        let uuid = reach.with_fd(node, client.fd, |file| {
+            sched::gpu_uuid(file, client.handle, *handle)
+        })?;
         let gpu = match uuid {
             Some(Ok(uuid)) => gpus.get(&uuid).copied(),
             _ => None,
@@ -244,13 +255,21 @@ fn objects(
     let mut bytes = BTreeMap::new();
     for (handle, object) in &named {
         if object_kind(object.class) == kind::MEMORY
-            && let Some(Ok(size)) =
-                reach.with_fd(node, client.fd, |file| sched::memory_bytes(file, client.handle, *handle))?
+            && let Some(Ok(size)) = reach.with_fd(node, client.fd, |file| {
+                sched::memory_bytes(file, client.handle, *handle)
+            })?
         {
             bytes.insert(*handle, size);
         }
     }
-    Ok(assemble(reach.tgid(), client, &named, &of_device, only, &bytes))
+    Ok(assemble(
+        reach.tgid(),
+        client,
+        &named,
+        &of_device,
+        only,
+        &bytes,
+    ))
 }
 
 /// Makes ledger objects of what the driver named.
@@ -262,8 +281,16 @@ fn assemble(
     only: Option<u32>,
     bytes: &BTreeMap<u32, u64>,
 ) -> Found {
-    let key = |handle| ObjectKey { client: client.handle, handle };
-    let base = Object { tgid, gpu: NO_GPU, fd: client.fd, ..Object::default() };
+    let key = |handle| ObjectKey {
+        client: client.handle,
+        handle,
+    };
+    let base = Object {
+        tgid,
+        gpu: NO_GPU,
+        fd: client.fd,
+        ..Object::default()
+    };
     let mut found = Found::new();
     found.insert(
         key(client.handle),
@@ -306,7 +333,14 @@ mod tests {
 
     #[test]
     fn handles_are_found_in_memory_by_how_often_they_occur() {
-        let words: [u32; 6] = [7, 0xc1d0_006f, 0x5c00_0001, 0xc1d0_006f, 0xc1d0_0070, 0xc1e0_0000];
+        let words: [u32; 6] = [
+            7,
+            0xc1d0_006f,
+            0x5c00_0001,
+            0xc1d0_006f,
+            0xc1d0_0070,
+            0xc1e0_0000,
+        ];
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         let mut seen = BTreeMap::new();
         count_handles(&bytes, &mut seen);
@@ -348,18 +382,62 @@ mod tests {
     #[test]
     fn objects_are_on_the_gpu_of_their_device() {
         let named = BTreeMap::from([
-            (2, Named { class: class::NV01_DEVICE_0, parent: 0xc1d0_0001 }),
-            (3, Named { class: class::NV20_SUBDEVICE_0, parent: 2 }),
-            (4, Named { class: class::KEPLER_CHANNEL_GROUP_A, parent: 2 }),
-            (5, Named { class: class::HOPPER_CHANNEL_GPFIFO_A, parent: 4 }),
-            (6, Named { class: class::NV01_MEMORY_LOCAL_USER, parent: 3 }),
-            (7, Named { class: class::NV01_MEMORY_LOCAL_USER, parent: 99 }),
+            (
+                2,
+                Named {
+                    class: class::NV01_DEVICE_0,
+                    parent: 0xc1d0_0001,
+                },
+            ),
+            (
+                3,
+                Named {
+                    class: class::NV20_SUBDEVICE_0,
+                    parent: 2,
+                },
+            ),
+            (
+                4,
+                Named {
+                    class: class::KEPLER_CHANNEL_GROUP_A,
+                    parent: 2,
+                },
+            ),
+            (
+                5,
+                Named {
+                    class: class::HOPPER_CHANNEL_GPFIFO_A,
+                    parent: 4,
+                },
+            ),
+            (
+                6,
+                Named {
+                    class: class::NV01_MEMORY_LOCAL_USER,
+                    parent: 3,
+                },
+            ),
+            (
+                7,
+                Named {
+                    class: class::NV01_MEMORY_LOCAL_USER,
+                    parent: 99,
+                },
+            ),
         ]);
         let of_device = BTreeMap::from([(2, 1)]);
         let bytes = BTreeMap::from([(6, 2 << 20)]);
-        let client = Client { handle: 0xc1d0_0001, fd: 9 };
+        let client = Client {
+            handle: 0xc1d0_0001,
+            fd: 9,
+        };
         let found = assemble(77, client, &named, &of_device, None, &bytes);
-        let object = |handle| found[&ObjectKey { client: client.handle, handle }];
+        let object = |handle| {
+            found[&ObjectKey {
+                client: client.handle,
+                handle,
+            }]
+        };
         for handle in 2..=6 {
             assert_eq!(object(handle).gpu, 1, "{handle}");
         }

@@ -297,7 +297,7 @@ mod tests {
                         .iter()
                         .all(|index| !runs(Duration::from_millis(*at), starts[*index], spans[*index], PERIOD))
                 });
-                let rest: Duration = [index - 1, index].iter().map(|index| PERIOD - spans[*index]).sum();
+                let rest: Duration = [index - 1, index].iter().map(|index| PERIOD.saturating_sub(spans[*index])).sum();
                 let unavoidable = rest.saturating_sub(PERIOD).as_millis();
                 prop_assert!(both_frozen.count() as u128 <= unavoidable);
             }

@@ -447,19 +447,20 @@ impl Worker {
     }
 
     fn outcome(&self, hold: &Hold) -> Held {
-        let mut held = Held::default();
+        let mut outcome = Held::default();
         for gpu in &hold.gpus {
-            held.frozen
+            outcome
+                .frozen
                 .extend(self.engine.frozen_in(&hold.tenant, *gpu));
             for tenant in self.engine.tenants_in(&hold.tenant) {
-                held.out_of_reach.extend(
+                outcome.out_of_reach.extend(
                     self.engine
                         .uncontrolled_in(tenant, *gpu)
                         .map(|(tgid, why)| (tgid, why.to_owned())),
                 );
             }
         }
-        held
+        outcome
     }
 
     fn publish(&self) {

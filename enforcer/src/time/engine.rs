@@ -243,7 +243,8 @@ impl Engine {
         warn!(
             tgid = place.tgid,
             gpu = place.gpu,
-            why, "its GPU time is not controlled"
+            why,
+            "its GPU time is not controlled"
         );
         self.strangers.insert(place, (tenant, why));
     }
@@ -616,3 +617,6 @@ fn channels(places: &BTreeMap<Place, Vec<Held>>, place: Place) -> BTreeSet<(u32,
 fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
+
+#[cfg(test)]
+mod tests;

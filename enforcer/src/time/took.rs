@@ -50,7 +50,10 @@ mod tests {
             took.add(Duration::from_micros(micros));
         }
         let json = took.to_json();
-        assert_eq!((json["count"].as_u64(), json["max_us"].as_u64()), (Some(2000), Some(1999)));
+        assert_eq!(
+            (json["count"].as_u64(), json["max_us"].as_u64()),
+            (Some(2000), Some(1999))
+        );
         assert!(json["p50_us"].as_u64() > Some(976));
     }
 }

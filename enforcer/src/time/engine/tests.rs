@@ -1,0 +1,533 @@
+//! The engine on a model of a GPU: a clock that tests move, and processes that use what they are given.
+
+use std::collections::HashSet;
+
+use gpuquota_common::{
+    map::{NO_GPU, kind},
+    nvidia::status,
+};
+use proptest::prelude::*;
+
+use super::{
+    super::{
+        rules::{Rule, TenantRules},
+        slices::LEAST_SLICE_US,
+    },
+    *,
+};
+use crate::driver::rm::RmError;
+
+const MS: Duration = Duration::from_millis(1);
+const SETTINGS: Settings = Settings {
+    round: Duration::from_millis(10),
+    period: Duration::from_millis(100),
+};
+
+/// A GPU whose time goes to those who are not frozen, by their slices. Everybody always wants more.
+struct Model {
+    now: Duration,
+    slices: BTreeMap<u32, u64>,
+    frozen: HashSet<u32>,
+    busy: BTreeMap<u32, Duration>,
+    idle: HashSet<u32>,
+    refuse: HashSet<u32>,
+    stale: bool,
+    gone: HashSet<ObjectKey>,
+    controls: u64,
+}
+
+impl Model {
+    fn new() -> Self {
+        Self {
+            now: Duration::from_secs(1000),
+            slices: BTreeMap::new(),
+            frozen: HashSet::new(),
+            busy: BTreeMap::new(),
+            idle: HashSet::new(),
+            refuse: HashSet::new(),
+            stale: false,
+            gone: HashSet::new(),
+            controls: 0,
+        }
+    }
+
+    fn pass(&mut self, span: Duration) {
+        let running: Vec<(u32, u64)> = self
+            .slices
+            .iter()
+            .filter(|(tgid, _)| !self.frozen.contains(tgid) && !self.idle.contains(tgid))
+            .map(|(tgid, slice)| (*tgid, *slice))
+            .collect();
+        let all: u64 = running.iter().map(|(_, slice)| slice).sum();
+        for (tgid, slice) in running {
+            let part = u32::try_from(slice * 1_000_000 / all).expect("a part of a million");
+            *self.busy.entry(tgid).or_default() += span * part / 1_000_000;
+        }
+        self.now += span;
+    }
+
+    fn act(&mut self, place: Place) -> Result<(), ActError> {
+        self.controls += 1;
+        if self.refuse.contains(&place.tgid) {
+            let status = if self.stale {
+                status::OBJECT_NOT_FOUND
+            } else {
+                status::INSUFFICIENT_PERMISSIONS
+            };
+            return Err(ActError::Refused {
+                tgid: place.tgid,
+                client: client(place.tgid),
+                source: RmError::Status {
+                    call: "SET_TIMESLICE",
+                    status,
+                },
+            });
+        }
+        Ok(())
+    }
+}
+
+impl Levers for Model {
+    fn now(&self) -> Duration {
+        self.now
+    }
+    fn wall_us(&self) -> u64 {
+        micros(self.now)
+    }
+    fn set_slice(
+        &mut self,
+        place: Place,
+        _client: Client,
+        _group: u32,
+        slice_us: u64,
+    ) -> Result<(), ActError> {
+        self.act(place)?;
+        self.slices.insert(place.tgid, slice_us);
+        Ok(())
+    }
+    fn set_frozen(&mut self, place: Place, held: &Held, frozen: bool) -> Result<(), ActError> {
+        self.act(place)?;
+        assert!(held.channels().count() > 0);
+        if frozen {
+            self.frozen.insert(place.tgid);
+        } else {
+            self.frozen.remove(&place.tgid);
+        }
+        Ok(())
+    }
+    fn exists(&self, key: ObjectKey) -> bool {
+        !self.gone.contains(&key)
+    }
+    fn forget(&mut self, place: Place) {
+        self.frozen.remove(&place.tgid);
+        self.slices.remove(&place.tgid);
+    }
+}
+
+fn client(tgid: u32) -> u32 {
+    0xc1d0_0000 + tgid
+}
+
+fn rule(weight: u32) -> Rule {
+    Rule {
+        weight,
+        max: None,
+        priority: 50,
+        exclusive: false,
+        starve_max: Duration::from_secs(1),
+        latency_target: None,
+    }
+}
+
+fn rules(list: &[Rule]) -> Rules {
+    (0u32..)
+        .zip(list)
+        .map(|(index, rule)| {
+            let tenant = TenantRules {
+                name: format!("t{index}"),
+                parent: None,
+                gpus: BTreeMap::from([(0, *rule)]),
+            };
+            (index, tenant)
+        })
+        .collect()
+}
+
+/// A context of a process in a tenant.
+fn context(engine: &mut Engine, tgid: u32, tenant: u32) {
+    let key = |handle| ObjectKey {
+        client: client(tgid),
+        handle,
+    };
+    let object = |kind, parent, gpu| Object {
+        kind,
+        parent,
+        gpu,
+        tgid,
+        tenant,
+        fd: 9,
+        ..Object::default()
+    };
+    engine.insert(
+        key(client(tgid)),
+        object(kind::CLIENT, client(tgid), NO_GPU),
+    );
+    engine.insert(key(1), object(kind::DEVICE, client(tgid), 0));
+    engine.insert(key(2), object(kind::SUBDEVICE, 1, 0));
+    engine.insert(key(3), object(kind::CHANNEL_GROUP, 1, 0));
+    engine.insert(key(4), object(kind::CHANNEL, 3, 0));
+}
+
+/// Lets time pass as the thread does: it steps when it said it would, and is late by up to `late`.
+fn live(engine: &mut Engine, model: &mut Model, span: Duration, late: Duration, measure: bool) {
+    let end = model.now + span;
+    let mut measured = model.busy.clone();
+    let mut next_measure = model.now + 100 * MS;
+    let mut seed = 1u32;
+    while model.now < end {
+        let wait = engine.step(model);
+        seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        let lateness = late * (seed >> 24) / 256;
+        model.pass((wait + lateness).clamp(Duration::from_micros(50), (end - model.now).max(MS)));
+        if measure && model.now >= next_measure {
+            let (from_us, to_us) = (micros(next_measure - 100 * MS), model.wall_us());
+            let busy: Vec<Busy> = model
+                .busy
+                .iter()
+                .map(|(tgid, busy)| Busy {
+                    tgid: *tgid,
+                    from_us,
+                    to_us,
+                    busy_us: micros(*busy - measured.get(tgid).copied().unwrap_or_default()),
+                })
+                .collect();
+            measured.clone_from(&model.busy);
+            next_measure = model.now + 100 * MS;
+            engine.used(0, to_us, &busy, model.now, to_us);
+        }
+    }
+}
+
+/// Shares of a span.
+fn shares(engine: &mut Engine, model: &mut Model, tgids: &[u32], span: Duration) -> Vec<f64> {
+    let before = model.busy.clone();
+    live(engine, model, span, Duration::from_micros(200), true);
+    tgids
+        .iter()
+        .map(|tgid| {
+            let of = |busy: &BTreeMap<u32, Duration>| {
+                busy.get(tgid).copied().unwrap_or_default().as_secs_f64()
+            };
+            (of(&model.busy) - of(&before)) / span.as_secs_f64()
+        })
+        .collect()
+}
+
+fn engine(list: &[Rule], processes: &[(u32, u32)]) -> (Engine, Model) {
+    let mut engine = Engine::new(SETTINGS);
+    engine.set_rules(rules(list));
+    for (tgid, tenant) in processes {
+        context(&mut engine, *tgid, *tenant);
+    }
+    (engine, Model::new())
+}
+
+#[test]
+fn slices_follow_who_is_there() {
+    let (mut engine, mut model) = engine(&[rule(100), rule(300)], &[(10, 0)]);
+    engine.step(&mut model);
+    assert_eq!(model.slices, BTreeMap::from([(10, 10_000)]));
+    context(&mut engine, 11, 1);
+    engine.step(&mut model);
+    assert_eq!(model.slices, BTreeMap::from([(10, 2500), (11, 7500)]));
+    let controls = model.controls;
+    // Nothing changed, nothing is done.
+    engine.step(&mut model);
+    assert_eq!(model.controls, controls);
+    engine.remove(ObjectKey {
+        client: client(11),
+        handle: client(11),
+    });
+    engine.step(&mut model);
+    assert_eq!(model.slices[&10], 10_000);
+}
+
+#[test]
+fn who_is_in_no_tenant_is_left_alone() {
+    let (mut engine, mut model) = engine(&[rule(100)], &[(10, 0), (99, NO_TENANT)]);
+    engine.step(&mut model);
+    assert_eq!(model.slices, BTreeMap::from([(10, 10_000)]));
+}
+
+#[test]
+fn a_tenants_own_slice_is_set_back_after_it_was_carried_out() {
+    let (mut engine, mut model) = engine(&[rule(100)], &[(10, 0)]);
+    engine.step(&mut model);
+    let group = ObjectKey {
+        client: client(10),
+        handle: 3,
+    };
+    engine.own_control(10, group, ctrl::TSG_SET_TIMESLICE, model.now);
+    let wait = engine.step(&mut model);
+    assert!(wait <= REASSERT[0]);
+    model.slices.insert(10, 99_999);
+    model.pass(REASSERT[0]);
+    engine.step(&mut model);
+    assert_eq!((model.slices[&10], engine.own_controls(10)), (10_000, 1));
+    // It was slower than we were: the second look finds that.
+    model.slices.insert(10, 99_999);
+    model.pass(REASSERT[1]);
+    engine.step(&mut model);
+    assert_eq!(model.slices[&10], 10_000);
+}
+
+#[test]
+fn a_refused_control_is_tried_again_rarely_and_the_process_is_listed() {
+    let (mut engine, mut model) = engine(&[rule(100), rule(100)], &[(10, 0), (11, 1)]);
+    model.refuse.insert(10);
+    engine.step(&mut model);
+    assert_eq!(model.slices, BTreeMap::from([(11, 5000)]));
+    let listed: Vec<u32> = engine.uncontrolled_in(0, 0).map(|(tgid, _)| tgid).collect();
+    assert_eq!(listed, [10]);
+    assert_eq!(engine.uncontrolled_in(1, 0).count(), 0);
+    engine.hold("t0", 0, Reason::Command, true);
+    let controls = model.controls;
+    live(
+        &mut engine,
+        &mut model,
+        TRY_AGAIN / 2,
+        Duration::ZERO,
+        false,
+    );
+    assert_eq!(model.controls, controls);
+    model.refuse.clear();
+    live(&mut engine, &mut model, TRY_AGAIN, Duration::ZERO, false);
+    context(&mut engine, 12, 1);
+    engine.step(&mut model);
+    assert_eq!(engine.uncontrolled_in(0, 0).count(), 0);
+    assert!(model.frozen.contains(&10) && model.slices.contains_key(&10));
+}
+
+#[test]
+fn a_channel_that_is_gone_does_not_keep_the_others_from_freezing() {
+    let (mut engine, mut model) = engine(&[rule(100)], &[(10, 0)]);
+    let extra = ObjectKey {
+        client: client(10),
+        handle: 5,
+    };
+    engine.insert(
+        extra,
+        Object {
+            kind: kind::CHANNEL,
+            parent: 3,
+            gpu: 0,
+            tgid: 10,
+            tenant: 0,
+            ..Object::default()
+        },
+    );
+    engine.step(&mut model);
+    model.refuse.insert(10);
+    model.stale = true;
+    model.gone.insert(extra);
+    engine.hold("t0", 0, Reason::Command, true);
+    engine.step(&mut model);
+    assert!(!engine.knows(extra));
+    model.refuse.clear();
+    engine.step(&mut model);
+    assert!(model.frozen.contains(&10));
+    assert_eq!(engine.uncontrolled_in(0, 0).count(), 0);
+}
+
+#[test]
+fn a_frozen_process_is_thawed_when_its_tenant_leaves_the_policy() {
+    let (mut engine, mut model) = engine(&[rule(100)], &[(10, 0)]);
+    engine.hold("t0", 0, Reason::Command, true);
+    engine.step(&mut model);
+    assert!(model.frozen.contains(&10));
+    assert_eq!(engine.frozen_in("t0", 0), [10]);
+    engine.set_rules(Rules::new());
+    engine.step(&mut model);
+    assert!(model.frozen.is_empty());
+}
+
+#[test]
+fn several_reasons_are_undone_one_by_one() {
+    let (mut engine, mut model) = engine(&[rule(100)], &[(10, 0)]);
+    engine.hold("t0", 0, Reason::Command, true);
+    engine.hold("t0", 0, Reason::MemoryHigh, true);
+    engine.step(&mut model);
+    engine.hold("t0", 0, Reason::Command, false);
+    engine.step(&mut model);
+    assert!(model.frozen.contains(&10));
+    engine.hold("t0", 0, Reason::MemoryHigh, false);
+    engine.step(&mut model);
+    assert!(model.frozen.is_empty());
+}
+
+#[test]
+fn an_inner_tenant_is_frozen_with_its_outer_one() {
+    let (mut engine, mut model) = engine(&[rule(100), rule(100)], &[]);
+    let mut nested = rules(&[rule(100), rule(100)]);
+    nested.get_mut(&1).expect("t1").parent = Some(0);
+    engine.set_rules(nested);
+    context(&mut engine, 11, 1);
+    engine.hold("t0", 0, Reason::Command, true);
+    engine.step(&mut model);
+    assert!(model.frozen.contains(&11));
+    assert_eq!(engine.frozen_in("t0", 0), [11]);
+}
+
+#[test]
+fn an_exclusive_tenant_has_the_gpu_while_it_is_active() {
+    let urgent = Rule {
+        priority: 100,
+        exclusive: true,
+        ..rule(100)
+    };
+    let (mut engine, mut model) = engine(&[urgent, rule(100)], &[(10, 0), (11, 1)]);
+    let got = shares(&mut engine, &mut model, &[10, 11], Duration::from_secs(5));
+    assert!(got[0] > 0.97 && got[1] > 0.001, "{got:?}");
+    model.idle.insert(10);
+    live(
+        &mut engine,
+        &mut model,
+        Duration::from_secs(3),
+        Duration::ZERO,
+        true,
+    );
+    let got = shares(&mut engine, &mut model, &[10, 11], Duration::from_secs(2));
+    assert!(got[1] > 0.99, "{got:?}");
+}
+
+#[test]
+fn a_latency_target_is_met_by_squeezing_and_at_the_worst_by_freezing() {
+    let urgent = |target| Rule {
+        priority: 100,
+        latency_target: Some(target),
+        ..rule(100)
+    };
+    let batch = Rule {
+        priority: 0,
+        starve_max: Duration::from_secs(2),
+        ..rule(100)
+    };
+    let (mut engine, mut model) = engine(&[urgent(2 * MS), batch], &[(10, 0), (11, 1)]);
+    live(
+        &mut engine,
+        &mut model,
+        Duration::from_secs(3),
+        Duration::ZERO,
+        true,
+    );
+    assert_eq!(model.slices, BTreeMap::from([(10, 5000), (11, 1250)]));
+    // No slice is short enough for this.
+    engine.set_rules(rules(&[urgent(MS / 10), batch]));
+    live(
+        &mut engine,
+        &mut model,
+        Duration::from_secs(3),
+        Duration::ZERO,
+        true,
+    );
+    assert_eq!(model.slices[&11], LEAST_SLICE_US);
+    let got = shares(&mut engine, &mut model, &[10, 11], Duration::from_secs(4));
+    assert!(got[0] > 0.95 && got[1] > 0.0, "{got:?}");
+}
+
+#[test]
+fn pressure_is_what_a_ceiling_takes() {
+    let capped = Rule {
+        max: Some(0.25),
+        ..rule(100)
+    };
+    let (mut engine, mut model) = engine(&[capped], &[(10, 0)]);
+    live(
+        &mut engine,
+        &mut model,
+        Duration::from_secs(30),
+        Duration::ZERO,
+        true,
+    );
+    let account = engine
+        .gpu(0)
+        .and_then(|gpu| gpu.account(0))
+        .expect("an account");
+    let full = account.pressure.full.avg10;
+    assert!((full - 0.75).abs() < 0.08, "{full}");
+    let used = account.meter.total().as_secs_f64();
+    assert!((used - 7.5).abs() < 0.5, "{used}");
+}
+
+#[test]
+fn everybody_is_thawed_at_the_end() {
+    let capped = Rule {
+        max: Some(0.1),
+        ..rule(100)
+    };
+    let (mut engine, mut model) = engine(&[capped, rule(100)], &[(10, 0), (11, 1)]);
+    engine.hold("t1", 0, Reason::Command, true);
+    live(
+        &mut engine,
+        &mut model,
+        Duration::from_secs(1),
+        Duration::ZERO,
+        false,
+    );
+    assert!(model.frozen.contains(&11));
+    engine.thaw_all(&mut model);
+    assert!(model.frozen.is_empty());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// Any weights, any number of processes: shares are the weights, over seconds.
+    #[test]
+    fn shares_are_the_weights(tenants in prop::collection::vec((50..1000u32, 1..3u32), 1..5)) {
+        let list: Vec<Rule> = tenants.iter().map(|(weight, _)| rule(*weight)).collect();
+        let mut processes = Vec::new();
+        for (tenant, (_, count)) in (0u32..).zip(&tenants) {
+            processes.extend((0..*count).map(|process| (100 * (tenant + 1) + process, tenant)));
+        }
+        let (mut engine, mut model) = engine(&list, &processes);
+        engine.step(&mut model);
+        let tgids: Vec<u32> = processes.iter().map(|(tgid, _)| *tgid).collect();
+        let got = shares(&mut engine, &mut model, &tgids, Duration::from_secs(2));
+        let weights: f64 = tenants.iter().map(|(weight, _)| f64::from(*weight)).sum();
+        for (tenant, (weight, _)) in (0u32..).zip(&tenants) {
+            let share: f64 = processes
+                .iter()
+                .zip(&got)
+                .filter(|((_, of), _)| *of == tenant)
+                .map(|(_, share)| share)
+                .sum();
+            prop_assert!((share - f64::from(*weight) / weights).abs() < 0.01, "{share}");
+        }
+    }
+
+    /// Any ceiling, also with a thread that is late by milliseconds: within two points, from the first second on.
+    #[test]
+    fn ceilings_hold(limit in 0.05..0.95f64, late in 0..3000u64, measured in any::<bool>()) {
+        let capped = Rule { max: Some(limit), ..rule(100) };
+        let (mut engine, mut model) = engine(&[capped], &[(10, 0)]);
+        let late = Duration::from_micros(late);
+        live(&mut engine, &mut model, Duration::from_secs(1), late, measured);
+        let before = model.busy[&10];
+        live(&mut engine, &mut model, Duration::from_secs(10), late, measured);
+        let got = (model.busy[&10] - before).as_secs_f64() / 10.0;
+        prop_assert!((got - limit).abs() < 0.02, "{got} for {limit}");
+    }
+
+    /// Beside others, a ceiling is a ceiling on what is really used, not on what is offered.
+    #[test]
+    fn a_ceiling_beside_others_is_used_up(limit in 0.2..0.45f64) {
+        let capped = Rule { max: Some(limit), ..rule(100) };
+        let (mut engine, mut model) = engine(&[capped, rule(100)], &[(10, 0), (11, 1)]);
+        live(&mut engine, &mut model, Duration::from_secs(20), Duration::ZERO, true);
+        let got = shares(&mut engine, &mut model, &[10, 11], Duration::from_secs(10));
+        // Its half of the GPU while it is thawed is more than the ceiling, so it gets all of the ceiling.
+        prop_assert!((got[0] - limit).abs() < 0.03, "{got:?} for {limit}");
+        prop_assert!((got[0] + got[1] - 1.0).abs() < 0.01, "{got:?}");
+    }
+}
