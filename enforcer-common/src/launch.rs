@@ -55,7 +55,10 @@ pub fn take(free: impl SharedWord, now: u64, interval: u64, span: u64, cost: u64
     }
     let moment = free.add(charge(interval, cost));
     let rest = charge(interval, cost.wrapping_sub(1));
-    ahead(moment.wrapping_add(if rest < span { rest } else { span }), now)
+    ahead(
+        moment.wrapping_add(if rest < span { rest } else { span }),
+        now,
+    )
 }
 
 /// Virtual time that a launch takes from a bucket.
@@ -139,7 +142,11 @@ pub type Gaps = [u64; GAPS];
 #[inline(always)]
 pub const fn gap_index(nanos: u64) -> usize {
     let bits = bits(nanos);
-    if bits < GAPS as u32 { bits as usize } else { GAPS - 1 }
+    if bits < GAPS as u32 {
+        bits as usize
+    } else {
+        GAPS - 1
+    }
 }
 
 /// Bits that a number needs. By comparisons: the target has no instruction for it.
@@ -246,6 +253,10 @@ pub struct Settings {
     pub max_delay_ns: u64,
     /// The longest delay that a thread spins through with [`pace::SPIN`].
     pub spin_max_ns: u64,
+    /// Process that continues others besides the daemon: its guard, or whoever releases what a daemon left.
+    pub helper_tgid: u32,
+    /// Unused; zero.
+    pub reserved: u32,
 }
 
 /// Heartbeats older than this mean that no controller is there: nobody is stopped any more.
@@ -371,7 +382,7 @@ mod tests {
         assert_eq!(size_of::<Slot>(), 32);
         assert_eq!(size_of::<Calls>(), 96);
         assert_eq!(size_of::<Done>(), 8);
-        assert_eq!(size_of::<Settings>(), 24);
+        assert_eq!(size_of::<Settings>(), 32);
         assert_eq!(size_of::<Notice>(), 48);
         assert_eq!(size_of::<GraphKey>(), 16);
         assert_eq!(core::mem::offset_of!(Calls, stops), 32);
@@ -415,7 +426,10 @@ mod tests {
 
     #[test]
     fn gaps_by_powers_of_two() {
-        assert_eq!([0, 1, 2, 3, 4, 1023, 1024].map(gap_index), [0, 1, 2, 2, 3, 10, 11]);
+        assert_eq!(
+            [0, 1, 2, 3, 4, 1023, 1024].map(gap_index),
+            [0, 1, 2, 2, 3, 10, 11]
+        );
         assert_eq!(gap_index(u64::MAX), GAPS - 1);
     }
 

@@ -296,6 +296,8 @@ fn delay(launch: &Launch<'_>, wait: &Wait, time: u64, longest_spin: u64) {
         heartbeat_ns: 0,
         max_delay_ns: 0,
         spin_max_ns: 0,
+        helper_tgid: 0,
+        reserved: 0,
     });
     if time.wrapping_sub(word.heartbeat_ns) > HEARTBEAT_STALE_NS {
         settle(launch, Why::Unheld);
@@ -312,8 +314,13 @@ fn delay(launch: &Launch<'_>, wait: &Wait, time: u64, longest_spin: u64) {
         tell_to_end(launch, wait, time);
     }
     // Threads that spin need no more than their own delay.
-    let spins = wait.ns <= longest_spin && (wait.hold_ns < SPIN_ANYWAY_NS || launch.slot.pace == pace::SPIN);
-    let wanted = if spins { wait.ns } else { wait.ns.max(wait.hold_ns) };
+    let spins = wait.ns <= longest_spin
+        && (wait.hold_ns < SPIN_ANYWAY_NS || launch.slot.pace == pace::SPIN);
+    let wanted = if spins {
+        wait.ns
+    } else {
+        wait.ns.max(wait.hold_ns)
+    };
     let ns = wanted.min(word.max_delay_ns);
     settle(
         launch,

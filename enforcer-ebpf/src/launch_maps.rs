@@ -33,6 +33,9 @@ pub static LAUNCH_DONE: Array<Done> = Array::with_max_entries(MAX_SLOTS, 0);
 /// Slot by process.
 #[map]
 pub static LAUNCH_PIDS: HashMap<u32, u32> = HashMap::with_max_entries(MAX_SLOTS, 0);
+/// Cgroups that are frozen, and until when. No program reads it; it is here to live as long as they are frozen.
+#[map]
+pub static LAUNCH_FROZEN: HashMap<u64, u64> = HashMap::with_max_entries(MAX_SLOTS, 0);
 /// Kernel nodes of graphs, by process and handle. An old graph that is lost costs one launch.
 #[map]
 pub static LAUNCH_GRAPHS: LruHashMap<GraphKey, u64> = LruHashMap::with_max_entries(MAX_GRAPHS, 0);

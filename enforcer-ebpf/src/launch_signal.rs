@@ -4,7 +4,7 @@ use aya_ebpf::{macros::raw_tracepoint, programs::RawTracePointContext};
 
 use crate::{
     file::{field, patched},
-    launch_maps::{LAUNCH_CALLS, LAUNCH_PIDS},
+    launch_maps::{LAUNCH_CALLS, LAUNCH_PIDS, LAUNCH_SETTINGS},
     maps::{now, settings},
     process_fork::OFF_TASK_TGID,
     task,
@@ -38,10 +38,12 @@ pub fn launch_signal(ctx: RawTracePointContext) -> i32 {
     };
     let info: u64 = ctx.arg(1);
     let sender = task::tgid();
+    if sender == settings().daemon_tgid || is_helper(sender) {
+        return 0;
+    }
     // SAFETY: fields of a map value, whose latest writer may win.
     unsafe {
         match signal {
-            SIGCONT if sender == settings().daemon_tgid => {}
             SIGCONT => (*calls).foreign_continue_ns = now(),
             SIGSTOP if info == BY_KERNEL && sender == tgid => {}
             SIGSTOP => (*calls).foreign_stop_ns = now(),
@@ -50,4 +52,10 @@ pub fn launch_signal(ctx: RawTracePointContext) -> i32 {
         }
     }
     0
+}
+
+fn is_helper(sender: u32) -> bool {
+    LAUNCH_SETTINGS
+        .get(0)
+        .is_some_and(|word| word.helper_tgid == sender)
 }

@@ -1,12 +1,16 @@
 //! `raw_tracepoint/sched_process_fork`: a child inherits the files, and with them the driver's clients.
 
 use aya_ebpf::{macros::raw_tracepoint, programs::RawTracePointContext};
-use gpuquota_common::map::{Process, counter};
+use gpuquota_common::{
+    event,
+    map::{NO_TENANT, Process, counter},
+};
 
 use crate::{
     file::{field, patched},
-    maps::{PROCESSES, count},
-    task::OFF_TASK_START,
+    launch_maps::LAUNCH_PIDS,
+    maps::{PROCESSES, count, emit},
+    task::{self, OFF_TASK_START},
 };
 
 /// `task_struct.tgid`
@@ -31,6 +35,16 @@ pub fn process_fork(ctx: RawTracePointContext) -> i32 {
     };
     if PROCESSES.insert(child_tgid, process, 0).is_err() {
         count(counter::PROCESSES_FULL);
+    }
+    // Probes are not inherited: a child of a process that has some is told of at once.
+    // SAFETY: only the presence of the entry is asked for.
+    if unsafe { LAUNCH_PIDS.get(parent_tgid) }.is_some() {
+        emit(&task::process_event(
+            event::kind::PROCESS_NEW,
+            child_tgid,
+            NO_TENANT,
+            0,
+        ));
     }
     0
 }

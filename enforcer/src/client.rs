@@ -448,6 +448,38 @@ fn notice(message: &Message) -> Result<Option<Notice>, ClientError> {
                 high,
             }
         }
+        Some("Throttled") => {
+            let (tenant, pid, symbol, delayed, delay_usec) =
+                body.deserialize().map_err(protocol)?;
+            Notice::Throttled {
+                tenant,
+                pid,
+                symbol,
+                delayed,
+                delay_usec,
+            }
+        }
+        Some("LaunchDenied") => {
+            let (tenant, limited_by, pid, symbol, patience_usec) =
+                body.deserialize().map_err(protocol)?;
+            Notice::LaunchDenied {
+                tenant,
+                limited_by,
+                pid,
+                symbol,
+                patience_usec,
+            }
+        }
+        Some("Storm") => {
+            let (tenant, pid, symbol, wanted, budget) = body.deserialize().map_err(protocol)?;
+            Notice::Storm {
+                tenant,
+                pid,
+                symbol,
+                wanted,
+                budget,
+            }
+        }
         Some("PolicyLoaded") => {
             let (generation, tenants, warnings) = body.deserialize().map_err(protocol)?;
             Notice::PolicyLoaded(PolicyLoaded {

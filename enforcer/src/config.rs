@@ -43,6 +43,8 @@ pub struct Config {
     pub gpu: GpuSettings,
     /// The `[enforcement]` table.
     pub enforcement: EnforcementSettings,
+    /// The `[launch]` table.
+    pub launch: LaunchSettings,
     /// The `[time]` table.
     pub time: TimeSettings,
 }
@@ -93,6 +95,19 @@ pub struct EnforcementSettings {
     pub listener_timeout: Duration,
 }
 
+/// The `[launch]` table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LaunchSettings {
+    /// The longest time that one launch is delayed.
+    pub max_delay: Duration,
+    /// The longest delay that `launch.pace = "spin"` spins through.
+    pub spin_max: Duration,
+    /// A process that wants to launch so many times its budget ...
+    pub storm_factor: u32,
+    /// ... for so long is reported.
+    pub storm_window: Duration,
+}
+
 /// The `[time]` table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TimeSettings {
@@ -132,6 +147,12 @@ impl Default for Config {
                 daemon_loss: DaemonLoss::Keep,
                 reconcile_interval: Duration::from_secs(1),
                 listener_timeout: Duration::from_secs(30),
+            },
+            launch: LaunchSettings {
+                max_delay: Duration::from_secs(1),
+                spin_max: Duration::from_micros(200),
+                storm_factor: 10,
+                storm_window: Duration::from_secs(5),
             },
             time: TimeSettings {
                 round: Duration::from_millis(10),
@@ -476,6 +497,7 @@ struct File {
     metrics: MetricsTable,
     gpu: GpuTable,
     enforcement: EnforcementTable,
+    launch: LaunchTable,
     time: TimeTable,
 }
 
@@ -511,6 +533,15 @@ struct EnforcementTable {
     daemon_loss: Option<DaemonLoss>,
     reconcile_interval: Option<Spanned<Interval>>,
     listener_timeout: Option<Spanned<Interval>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct LaunchTable {
+    max_delay: Option<Spanned<Interval>>,
+    spin_max: Option<Spanned<Interval>>,
+    storm_factor: Option<Spanned<u32>>,
+    storm_window: Option<Spanned<Interval>>,
 }
 
 #[derive(Default, Deserialize)]
@@ -569,6 +600,18 @@ impl File {
             self.enforcement.daemon_loss,
         );
 
+        if let Some(factor) = self.launch.storm_factor {
+            if (2..=1000).contains(factor.get_ref()) {
+                config.launch.storm_factor = *factor.get_ref();
+            } else {
+                problems.push(Problem::new(
+                    source,
+                    Some(factor.span()),
+                    "out of range; allowed is 2 to 1000",
+                ));
+            }
+        }
+
         let mut interval = |target: &mut Duration,
                             value: Option<Spanned<Interval>>,
                             allowed: RangeInclusive<Duration>| {
@@ -595,6 +638,22 @@ impl File {
         interval(
             &mut enforcement.listener_timeout,
             self.enforcement.listener_timeout,
+            millis(1_000)..=millis(600_000),
+        );
+        let micros = Duration::from_micros;
+        interval(
+            &mut config.launch.max_delay,
+            self.launch.max_delay,
+            millis(1)..=millis(60_000),
+        );
+        interval(
+            &mut config.launch.spin_max,
+            self.launch.spin_max,
+            micros(1)..=millis(10),
+        );
+        interval(
+            &mut config.launch.storm_window,
+            self.launch.storm_window,
             millis(1_000)..=millis(600_000),
         );
         interval(
@@ -819,6 +878,11 @@ mod tests {
             daemon-loss = "open"
             reconcile-interval = "250 ms"
             listener-timeout = "2min"
+            [launch]
+            max-delay = "250ms"
+            spin-max = "90us"
+            storm-factor = 4
+            storm-window = "30s"
             [time]
             round = "20ms"
             period = "1s"
@@ -848,6 +912,12 @@ mod tests {
                 daemon_loss: DaemonLoss::Open,
                 reconcile_interval: Duration::from_millis(250),
                 listener_timeout: Duration::from_mins(2),
+            },
+            launch: LaunchSettings {
+                max_delay: Duration::from_millis(250),
+                spin_max: Duration::from_micros(90),
+                storm_factor: 4,
+                storm_window: Duration::from_secs(30),
             },
             time: TimeSettings {
                 round: Duration::from_millis(20),

@@ -24,7 +24,11 @@ pub fn finding(subject: &str, verdict: Verdict, detail: String) -> Finding {
 /// Findings about the host, for which no daemon is needed.
 pub fn host() -> Vec<Finding> {
     let mut findings = vec![kernel(), btf(), lockdown(), cgroups(), seccomp()];
-    findings.extend(HOOKS.iter().map(|(program, hook)| hook_finding(program, *hook)));
+    findings.extend(
+        HOOKS
+            .iter()
+            .map(|(program, hook)| hook_finding(program, *hook)),
+    );
     findings
 }
 
@@ -39,14 +43,21 @@ fn kernel() -> Finding {
         .collect();
     let (verdict, detail) = match numbers.as_slice() {
         [major, minor, ..] if (*major, *minor) >= (5, 15) => (Verdict::Ok, release),
-        _ => (Verdict::Error, format!("{release}; at least 5.15 is needed")),
+        _ => (
+            Verdict::Error,
+            format!("{release}; at least 5.15 is needed"),
+        ),
     };
     finding("kernel", verdict, detail)
 }
 
 fn btf() -> Finding {
     if Path::new("/sys/kernel/btf/vmlinux").exists() {
-        return finding("BTF", Verdict::Ok, "kernel structures are described".to_owned());
+        return finding(
+            "BTF",
+            Verdict::Ok,
+            "kernel structures are described".to_owned(),
+        );
     }
     finding(
         "BTF",
@@ -65,7 +76,9 @@ fn lockdown() -> Finding {
             finding(
                 "lockdown",
                 Verdict::Info,
-                format!("{mode}; the backends override and rewrite need \"none\", the others work under every mode"),
+                format!(
+                    "{mode}; the backends override and rewrite need \"none\", the others work under every mode"
+                ),
             )
         }
         Err(_) => finding(
@@ -89,7 +102,10 @@ fn cgroups() -> Finding {
 
 fn seccomp() -> Finding {
     let actions = fs::read_to_string("/proc/sys/kernel/seccomp/actions_avail").unwrap_or_default();
-    if actions.split_whitespace().any(|action| action == "user_notif") {
+    if actions
+        .split_whitespace()
+        .any(|action| action == "user_notif")
+    {
         return finding(
             "seccomp user notification",
             Verdict::Ok,
@@ -99,21 +115,28 @@ fn seccomp() -> Finding {
     finding(
         "seccomp user notification",
         Verdict::Error,
-        "not offered (CONFIG_SECCOMP_FILTER, kernel 5.0): nothing can refuse allocations".to_owned(),
+        "not offered (CONFIG_SECCOMP_FILTER, kernel 5.0): nothing can refuse allocations"
+            .to_owned(),
     )
 }
 
 fn hook_finding(program: &str, hook: Hook) -> Finding {
     let (group, event) = match hook {
         Hook::Tracepoint(group, event) => (group, event),
-        Hook::Raw(event) => ("sched", event),
+        Hook::Raw(event) => (
+            event.split_once('_').map_or("sched", |(group, _)| group),
+            event,
+        ),
     };
     let subject = format!("tracepoint {group}:{event}");
     let roots = ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"];
-    if roots
-        .iter()
-        .any(|root| Path::new(root).join("events").join(group).join(event).exists())
-    {
+    if roots.iter().any(|root| {
+        Path::new(root)
+            .join("events")
+            .join(group)
+            .join(event)
+            .exists()
+    }) {
         return finding(&subject, Verdict::Ok, format!("for program {program}"));
     }
     finding(
@@ -164,14 +187,22 @@ pub fn backend(backend: &Backend) -> Finding {
 pub fn gpu(gpu: &Gpu) -> Finding {
     let card = &gpu.card;
     let subject = format!("GPU {}", card.index);
-    let text = format!("{} {} ({} MiB)", card.uuid, card.name, card.memory_total >> 20);
+    let text = format!(
+        "{} {} ({} MiB)",
+        card.uuid,
+        card.name,
+        card.memory_total >> 20
+    );
     if gpu.instance_known {
         return finding(&subject, Verdict::Ok, text);
     }
     finding(
         &subject,
         Verdict::Warning,
-        format!("{text}; the driver did not tell its device instance, {} was taken", gpu.instance),
+        format!(
+            "{text}; the driver did not tell its device instance, {} was taken",
+            gpu.instance
+        ),
     )
 }
 
@@ -186,6 +217,14 @@ pub fn counters(counters: &[u64; counter::COUNT as usize]) -> Vec<Finding> {
         .collect()
 }
 
+/// Name of a process; whatever it is made of.
+pub(crate) fn comm(pid: u32) -> String {
+    fs::read(format!("/proc/{pid}/comm")).map_or_else(
+        |_| String::new(),
+        |bytes| String::from_utf8_lossy(&bytes).trim_end().to_owned(),
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -195,7 +234,9 @@ mod tests {
         let findings = host();
         for (program, _) in HOOKS {
             assert!(
-                findings.iter().any(|finding| finding.detail.contains(program)),
+                findings
+                    .iter()
+                    .any(|finding| finding.detail.contains(program)),
                 "{program}"
             );
         }

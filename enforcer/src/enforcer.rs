@@ -9,6 +9,7 @@ mod answers;
 mod closing;
 mod governing;
 mod judging;
+mod launching;
 mod measuring;
 mod policy;
 mod refusing;
@@ -40,6 +41,7 @@ use crate::{
     driver::{Driver, DriverError, Topology, nvidia::Nvidia},
     ending::Endings,
     kernel::{Kernel, KernelError, PinDir},
+    launch::{Launches, attach},
     lifecycle::Proc,
     policy_files::FileError,
     telemetry::{Telemetry, TelemetryError},
@@ -87,13 +89,18 @@ pub enum EnforcerError {
     #[error(transparent)]
     Property(#[from] gpuquota_policy::dropin::DropinError),
     /// A property that another file sets later.
-    #[error("{key} is set at {winner}, which counts more than what is set by command; change it there")]
+    #[error(
+        "{key} is set at {winner}, which counts more than what is set by command; change it there"
+    )]
     Shadowed {
         /// Which property.
         key: String,
         /// Where it is set.
         winner: String,
     },
+    /// Launch budgets.
+    #[error(transparent)]
+    Launch(#[from] attach::StartError),
     /// The pins.
     #[error("{path}: {source}")]
     Pins {
@@ -144,6 +151,7 @@ pub struct Enforcer {
     unpinned: Option<String>,
     processes: Arc<Proc>,
     time: TimeControl,
+    launches: Arc<Launches>,
     in_force: RwLock<InForce>,
     /// Held while a policy is being changed, from reading the files to the kernel: one change at a time.
     changing: Mutex<()>,
@@ -197,6 +205,7 @@ impl Enforcer {
         let enforcing = known && memory != MemoryBackend::Observe;
         let (choice, lacking) = refusing::establish(&kernel, pins.as_ref(), &config, enforcing)?;
         let (notices, _) = broadcast::channel(NOTICES);
+        let kernel = Arc::new(kernel);
         let enforcer = Arc::new(Self {
             in_force: RwLock::new(InForce {
                 policy: Arc::default(),
@@ -207,7 +216,8 @@ impl Enforcer {
                 warnings: Vec::new(),
             }),
             config,
-            kernel: Arc::new(kernel),
+            launches: Arc::new(Launches::new(Arc::clone(&kernel))),
+            kernel,
             hierarchy,
             telemetry,
             topology,
@@ -326,7 +336,7 @@ fn system(what: &'static str) -> impl Fn(io::Error) -> EnforcerError {
 }
 
 /// `CLOCK_MONOTONIC` in nanoseconds, the clock of the kernel side.
-fn monotonic_ns() -> u64 {
+pub(crate) fn monotonic_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     // Neither part is negative on this clock.
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()

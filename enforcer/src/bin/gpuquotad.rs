@@ -1,15 +1,20 @@
 //! gpuquotad: holds tenants to their GPU budgets.
 
-use std::{path::PathBuf, process::ExitCode, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::Arc,
+};
 
 use anyhow::Context as _;
 use clap::Parser;
 use gpuquota_enforcer::{
+    cgroup::Hierarchy,
     config::{Bus, Config, ConfigError},
     control,
     enforcer::{Enforcer, EnforcerError, Enrolment},
-    kernel::PinDir,
-    metrics,
+    kernel::{PinDir, launch::Record},
+    launch, metrics,
     notify::listener::ListenerSocket,
     time,
 };
@@ -36,6 +41,9 @@ struct Arguments {
     /// Let everybody go on whom a daemon that is gone has frozen or stopped, and end; no daemon may be running
     #[arg(long)]
     release_all: bool,
+    /// How the daemon starts its guard of stopped processes
+    #[arg(long, num_args = 2, value_names = ["IDS", "ROOT"], hide = true)]
+    launch_guard: Option<Vec<String>>,
     /// Check settings and policy, and end
     #[arg(long)]
     check: bool,
@@ -87,6 +95,9 @@ fn start_logging() {
 }
 
 fn run(arguments: Arguments) -> anyhow::Result<()> {
+    if let Some([ids, root]) = arguments.launch_guard.as_deref() {
+        return launch::release::guard(ids, Path::new(root));
+    }
     let mut config = Config::load(arguments.config.as_deref())?;
     if let Some(bus) = arguments.bus {
         config.bus = bus;
@@ -126,9 +137,19 @@ fn release_all(config: &Config) -> anyhow::Result<()> {
             return Ok(());
         }
     };
-    time::release::after_daemon(&pins, &config.gpu.device_dir)
-        .context("thawing")
-        .map(drop)
+    let continued = continue_stopped(config, &pins).context("continuing processes");
+    time::release::after_daemon(&pins, &config.gpu.device_dir).context("thawing")?;
+    continued
+}
+
+/// Continues whom a daemon stopped or froze for launches.
+fn continue_stopped(config: &Config, pins: &PinDir) -> anyhow::Result<()> {
+    if let Some(record) = Record::pinned(pins)? {
+        let hierarchy = Hierarchy::open(config.cgroup_root.as_deref())?;
+        let count = launch::release::all_for_good(&record, &hierarchy)?;
+        info!(count, "continued");
+    }
+    Ok(())
 }
 
 async fn serve(config: Config) -> anyhow::Result<()> {

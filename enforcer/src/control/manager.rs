@@ -103,6 +103,29 @@ async fn emit(connection: &Connection, notice: Notice) -> zbus::Result<()> {
             used,
             high,
         } => Manager::high_reached(emitter, &tenant, gpu, used, high).await,
+        Notice::Throttled {
+            tenant,
+            pid,
+            symbol,
+            delayed,
+            delay_usec,
+        } => Manager::throttled(emitter, &tenant, pid, &symbol, delayed, delay_usec).await,
+        Notice::LaunchDenied {
+            tenant,
+            limited_by,
+            pid,
+            symbol,
+            patience_usec,
+        } => {
+            Manager::launch_denied(emitter, &tenant, &limited_by, pid, &symbol, patience_usec).await
+        }
+        Notice::Storm {
+            tenant,
+            pid,
+            symbol,
+            wanted,
+            budget,
+        } => Manager::storm(emitter, &tenant, pid, &symbol, wanted, budget).await,
         Notice::PolicyLoaded(loaded) => {
             let manager = interface.get().await;
             manager.policy_generation_changed(emitter).await?;
@@ -528,6 +551,39 @@ impl Manager {
         gpu: u32,
         used: u64,
         high: u64,
+    ) -> zbus::Result<()>;
+
+    /// [`Notice::Throttled`].
+    #[zbus(signal)]
+    async fn throttled(
+        emitter: &SignalEmitter<'_>,
+        tenant: &str,
+        pid: u32,
+        symbol: &str,
+        delayed: u64,
+        delay_usec: u64,
+    ) -> zbus::Result<()>;
+
+    /// [`Notice::LaunchDenied`].
+    #[zbus(signal)]
+    async fn launch_denied(
+        emitter: &SignalEmitter<'_>,
+        tenant: &str,
+        limited_by: &str,
+        pid: u32,
+        symbol: &str,
+        patience_usec: u64,
+    ) -> zbus::Result<()>;
+
+    /// [`Notice::Storm`].
+    #[zbus(signal)]
+    async fn storm(
+        emitter: &SignalEmitter<'_>,
+        tenant: &str,
+        pid: u32,
+        symbol: &str,
+        wanted: u64,
+        budget: u64,
     ) -> zbus::Result<()>;
 
     /// [`Notice::PolicyLoaded`].

@@ -6,6 +6,7 @@
 
 mod access;
 pub mod dbus;
+pub mod launch;
 mod manager;
 mod objects;
 pub mod peer;
@@ -13,6 +14,7 @@ mod polkit;
 mod time;
 mod transport;
 pub mod wire;
+pub mod wire_launch;
 pub mod wire_time;
 
 use std::path::PathBuf;
@@ -116,6 +118,9 @@ pub struct Tenant {
     pub cgroups: Vec<String>,
     /// Limits and usage per GPU, by GPU index.
     pub gpus: Vec<TenantGpu>,
+    /// Launches on all GPUs; absent while no launch budget holds for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub launch: Option<launch::TenantLaunch>,
 }
 
 /// Limits and usage of a tenant on one GPU.
@@ -250,6 +255,45 @@ pub enum Notice {
         used: u64,
         /// The soft limit in bytes.
         high: u64,
+    },
+    /// Launches of a process are being delayed; not said again for a while.
+    Throttled {
+        /// Innermost tenant of the process.
+        tenant: String,
+        /// Process id.
+        pid: u32,
+        /// The call through which it launches.
+        symbol: String,
+        /// Launches of it that were delayed so far.
+        delayed: u64,
+        /// Microseconds that they were made to wait.
+        delay_usec: u64,
+    },
+    /// A process was told to end because it launches too fast and its tenant's `launch.on-max` is `deny`.
+    LaunchDenied {
+        /// Innermost tenant of the process.
+        tenant: String,
+        /// The tenant whose budget it is over (this one or one around it).
+        limited_by: String,
+        /// Process id.
+        pid: u32,
+        /// The call through which it launches.
+        symbol: String,
+        /// Microseconds that it has to end by itself.
+        patience_usec: u64,
+    },
+    /// A process wants to launch far more than it may, and has for long.
+    Storm {
+        /// Innermost tenant of the process.
+        tenant: String,
+        /// Process id.
+        pid: u32,
+        /// The call through which it launches.
+        symbol: String,
+        /// Launches a second that it wants, an estimate.
+        wanted: u64,
+        /// Launches a second that it may have.
+        budget: u64,
     },
     /// A policy came into force.
     PolicyLoaded(PolicyLoaded),

@@ -10,7 +10,7 @@ use zbus::zvariant::{Type, as_value};
 
 use super::{
     Backend, BackendState, Finding, Gpu, ProcessUse, Tenant, TenantGpu, Verdict,
-    wire_time::TimeDict,
+    wire_launch::LaunchDict, wire_time::TimeDict,
 };
 
 /// Name on the bus.
@@ -51,6 +51,12 @@ pub struct TenantDict {
     cgroups: Vec<String>,
     #[serde(with = "as_value", rename = "GPUs")]
     gpus: Vec<TenantGpuDict>,
+    #[serde(
+        with = "as_value::optional",
+        skip_serializing_if = "Option::is_none",
+        default
+    )]
+    launch: Option<LaunchDict>,
 }
 
 /// [`TenantGpu`] as `a{sv}`.
@@ -125,6 +131,7 @@ impl From<Tenant> for TenantDict {
             parent: tenant.parent,
             cgroups: tenant.cgroups,
             gpus: tenant.gpus.into_iter().map(Into::into).collect(),
+            launch: tenant.launch.map(Into::into),
         }
     }
 }
@@ -138,6 +145,7 @@ impl From<TenantDict> for Tenant {
             parent: dict.parent,
             cgroups: dict.cgroups,
             gpus: dict.gpus.into_iter().map(Into::into).collect(),
+            launch: dict.launch.map(Into::into),
         }
     }
 }
@@ -322,6 +330,7 @@ mod tests {
                     ..Default::default()
                 }),
             }],
+            launch: None,
         }
     }
 

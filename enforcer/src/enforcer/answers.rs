@@ -1,6 +1,6 @@
 //! Answers to users: the [`Control`] of a running daemon.
 
-use std::{collections::BTreeMap, fs, path::PathBuf};
+use std::{collections::BTreeMap, path::PathBuf};
 
 use gpuquota_common::map::{MAX_TENANTS, NO_TENANT, counter};
 use serde_json::json;
@@ -27,7 +27,8 @@ impl Control for Enforcer {
     }
 
     fn backends(&self) -> Vec<Backend> {
-        let mut backends = backend::describe(self.config.enforcement.memory, &self.lacking, self.choice);
+        let mut backends =
+            backend::describe(self.config.enforcement.memory, &self.lacking, self.choice);
         if !self.enforcing && self.config.enforcement.memory != MemoryBackend::Observe {
             for backend in &mut backends {
                 if backend.state == BackendState::Available {
@@ -83,9 +84,7 @@ impl Control for Enforcer {
             .hierarchy
             .of_process(pid)
             .map_err(|_| ControlError::NoSuchProcess(pid))?;
-        let index = self
-            .tenant_at(&path)
-            .ok_or(ControlError::Ungoverned(pid))?;
+        let index = self.tenant_at(&path).ok_or(ControlError::Ungoverned(pid))?;
         self.tenant(&self.name_of(index))
     }
 
@@ -237,7 +236,7 @@ impl Enforcer {
                     .flatten()
                     .map(|(pid, bytes)| ProcessUse {
                         pid: *pid,
-                        comm: comm(*pid),
+                        comm: doctor::comm(*pid),
                         memory_used: *bytes,
                     })
                     .collect();
@@ -267,6 +266,7 @@ impl Enforcer {
                 .map(|(_, path)| path.clone())
                 .collect(),
             gpus,
+            launch: self.launches.usage(index),
         })
     }
 
@@ -279,7 +279,10 @@ impl Enforcer {
             None => doctor::finding(
                 "pins",
                 Verdict::Ok,
-                format!("the ledger outlives the daemon in {}", self.config.bpf_directory.display()),
+                format!(
+                    "the ledger outlives the daemon in {}",
+                    self.config.bpf_directory.display()
+                ),
             ),
             Some(why) => doctor::finding(
                 "pins",
@@ -293,12 +296,14 @@ impl Enforcer {
             doctor::finding(
                 "NVML",
                 Verdict::Warning,
-                "has not answered lately; enforcement goes on, usage of the cards is not shown".to_owned(),
+                "has not answered lately; enforcement goes on, usage of the cards is not shown"
+                    .to_owned(),
             )
         });
         if let Ok(counters) = self.kernel.counters() {
             findings.extend(doctor::counters(&counters));
         }
+        findings.extend(self.launches.findings());
         findings.extend(self.ungoverned());
         let now = self.read();
         findings.extend(
@@ -331,7 +336,7 @@ impl Enforcer {
             .kernel
             .accounts()
             .filter(|(key, bytes)| *bytes > 0 && u32::from(key.tenant) >= MAX_TENANTS)
-            .map(|(key, _)| format!("{} ({})", key.tgid, comm(key.tgid)))
+            .map(|(key, _)| format!("{} ({})", key.tgid, doctor::comm(key.tgid)))
             .collect();
         (!outside.is_empty()).then(|| {
             doctor::finding(
@@ -341,14 +346,6 @@ impl Enforcer {
             )
         })
     }
-}
-
-/// Name of a process; whatever it is made of.
-fn comm(pid: u32) -> String {
-    fs::read(format!("/proc/{pid}/comm")).map_or_else(
-        |_| String::new(),
-        |bytes| String::from_utf8_lossy(&bytes).trim_end().to_owned(),
-    )
 }
 
 fn control_error(error: EnforcerError) -> ControlError {
@@ -367,10 +364,34 @@ fn control_error(error: EnforcerError) -> ControlError {
 
 /// Counters that an admin has to know about if they are not zero.
 pub(crate) const ALARMS: &[(u32, &str, &str)] = &[
-    (counter::EVENTS_LOST, "events lost", "healed by looking at everything again"),
-    (counter::INFLIGHT_FULL, "calls not followed", "too many at once; their memory is not charged"),
-    (counter::OBJECTS_FULL, "objects not recorded", "the map is full; they are released with their process"),
-    (counter::PROCESSES_FULL, "processes not recorded", "the map is full"),
-    (counter::NOT_REFUSED, "refusals without effect", "the caller's memory could not be written; the call failed with an error number, or went on and was answered by memory.on-breach"),
-    (counter::UNKNOWN_GPU, "allocations on an unknown GPU", "their clients were there before the daemon"),
+    (
+        counter::EVENTS_LOST,
+        "events lost",
+        "healed by looking at everything again",
+    ),
+    (
+        counter::INFLIGHT_FULL,
+        "calls not followed",
+        "too many at once; their memory is not charged",
+    ),
+    (
+        counter::OBJECTS_FULL,
+        "objects not recorded",
+        "the map is full; they are released with their process",
+    ),
+    (
+        counter::PROCESSES_FULL,
+        "processes not recorded",
+        "the map is full",
+    ),
+    (
+        counter::NOT_REFUSED,
+        "refusals without effect",
+        "the caller's memory could not be written; the call failed with an error number, or went on and was answered by memory.on-breach",
+    ),
+    (
+        counter::UNKNOWN_GPU,
+        "allocations on an unknown GPU",
+        "their clients were there before the daemon",
+    ),
 ];

@@ -13,6 +13,7 @@ use super::{Enforcer, EnforcerError, InForce};
 use crate::{
     control::Notice,
     kernel::{Kernel, KernelError},
+    launch::limits::Budgets,
     tenancy::{self, Plan, Seat, Seating},
 };
 
@@ -58,6 +59,8 @@ impl Enforcer {
         let plan = tenancy::plan(&policy, &self.host.gpus, &seating, &self.charged()?)?;
         let next = generation + 1;
         self.write_bank(next, &plan)?;
+        let launches = Budgets::new(&policy, &plan.seating);
+        self.launches.write_bank(next, &launches)?;
         self.kernel
             .update_settings(|settings| settings.generation = next)?;
         {
@@ -70,6 +73,7 @@ impl Enforcer {
         }
         self.find_cgroups()?;
         self.reseat()?;
+        self.launches.put_in_force(launches)?;
         self.tell_time_rules();
         Ok(next)
     }

@@ -162,6 +162,7 @@ impl Enforcer {
             .map(|warning| warning.render().trim_end().to_owned())
             .collect();
         warnings.extend(without_effect(&loaded.policy, &self.host, self.choice));
+        warnings.extend(crate::launch::limits::without_effect(&loaded.policy));
         let tenants = u32::try_from(loaded.policy.tenants.len()).unwrap_or(u32::MAX);
         let generation = self.govern(loaded.policy, warnings.clone())?;
         let outcome = PolicyLoaded {
@@ -210,9 +211,6 @@ fn without_effect(policy: &Policy, host: &Host, choice: Choice) -> Vec<String> {
         }
         if budget.memory.host.is_some() {
             say("memory.host", "pinned host memory is not limited");
-        }
-        if budget.launch.max.is_some() {
-            say("launch.max", "launches are not paced");
         }
     }
     found

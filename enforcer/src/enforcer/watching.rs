@@ -20,6 +20,7 @@ use tracing::{debug, error, warn};
 use super::{Enforcer, EnforcerError, monotonic_ns, system};
 use crate::{
     control::Notice,
+    launch::attach,
     lifecycle::{self, Reaper},
 };
 
@@ -30,6 +31,7 @@ const HEARTBEAT: Duration = Duration::from_millis(250);
 pub struct Watch {
     enforcer: Arc<Enforcer>,
     events: Option<JoinHandle<()>>,
+    launches: attach::Running,
 }
 
 impl Enforcer {
@@ -42,6 +44,7 @@ impl Enforcer {
         };
         // Before anything else: nobody stays frozen because an earlier daemon is gone.
         self.start_time()?;
+        let launches = self.start_launches()?;
         if self.known_driver {
             self.start_adopting()?;
         }
@@ -58,6 +61,7 @@ impl Enforcer {
         Ok(Watch {
             enforcer: Arc::clone(self),
             events: Some(events),
+            launches,
         })
     }
 
@@ -89,7 +93,10 @@ impl Enforcer {
             let now_lost = self.lost_events();
             if now_lost != lost || Instant::now() >= next_sweep {
                 if now_lost != lost {
-                    warn!(lost = now_lost - lost, "events were lost; looking at everything again");
+                    warn!(
+                        lost = now_lost - lost,
+                        "events were lost; looking at everything again"
+                    );
                     self.resync();
                 }
                 lost = now_lost;
@@ -111,8 +118,17 @@ impl Enforcer {
     fn handle(&self, event: &Event, reaper: &Reaper) {
         self.time.event(event);
         let outcome = match event.kind {
-            kind::PROCESS_NEW | kind::PROCESS_EXIT => {
+            kind::PROCESS_NEW => {
                 reaper.watch(event.tgid);
+                self.launches.seen(event.tgid);
+                Ok(())
+            }
+            kind::PROCESS_EXIT => {
+                reaper.watch(event.tgid);
+                Ok(())
+            }
+            kind::CHANNEL_NEW => {
+                self.launches.seen(event.tgid);
                 Ok(())
             }
             kind::PROCESS_EXEC => {
@@ -176,6 +192,7 @@ impl Enforcer {
     }
 
     fn processes_gone(&self, gone: &BTreeSet<u32>) {
+        self.launches.gone(gone);
         if let Err(error) = lifecycle::release_processes(&self.kernel, gone, &*self.processes) {
             error!(%error, ?gone, "charges of dead processes are left for the next sweep");
         }
@@ -267,6 +284,7 @@ impl Watch {
         {
             error!("the event thread panicked");
         }
+        drop(self.launches);
         self.enforcer.time.stop();
     }
 }

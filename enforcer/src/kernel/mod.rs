@@ -4,14 +4,16 @@
 //! under the BPF file system, so a restart finds the ledger as it was and nobody runs unobserved meanwhile.
 
 mod deny;
+pub mod launch;
 mod leftovers;
 mod offsets;
 mod pins;
 mod tracefs;
 mod ungoverned;
+mod uprobe_multi;
 
 use std::{
-    os::fd::OwnedFd,
+    os::fd::{OwnedFd, RawFd},
     path::{Path, PathBuf},
     sync::{Mutex, MutexGuard, PoisonError},
 };
@@ -20,29 +22,32 @@ use aya::{
     Ebpf, EbpfLoader, RawTracePointRunOptions, TestRun as _,
     maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, RingBuf},
     programs::{
-        ProgramError, RawTracePoint, TracePoint,
+        ProbeKind, ProgramError, RawTracePoint, TracePoint, UProbe,
         links::{FdLink, LinkError, PinnedLink},
+        uprobe::{UProbeAttachLocation, UProbeAttachPoint, UProbeScope},
     },
 };
 use gpuquota_common::{
     map::{
-        AccountKey, Budget, CELLS, Device, DeviceKey, InFlight, MAX_TENANTS, Object, ObjectKey,
-        NAME_LEN, Process, Settings, TenantName, TenantRow, Usage, banked, cell, counter,
+        AccountKey, Budget, CELLS, Device, DeviceKey, InFlight, MAX_TENANTS, NAME_LEN, Object,
+        ObjectKey, Process, Settings, TenantName, TenantRow, Usage, banked, cell, counter,
     },
     op,
     time::{Frozen, FrozenKey},
     waiting::Queue,
 };
 
+use tracing::debug;
+
 pub use deny::DenyHook;
+pub use launch::LaunchMaps;
 pub use leftovers::Leftovers;
 pub use offsets::OffsetError;
 pub use pins::PinDir;
 pub use tracefs::TracefsError;
 
 /// The programs, embedded.
-static OBJECT: &[u8] =
-    aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/gpuquota-ebpf"));
+static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/gpuquota-ebpf"));
 
 /// Maps that live on across restarts.
 const PINNED_MAPS: &[&str] = &[
@@ -64,10 +69,14 @@ pub const HOOKS: &[(&str, Hook)] = &[
     ("process_exit", Hook::Raw("sched_process_exit")),
     ("process_fork", Hook::Raw("sched_process_fork")),
     ("process_exec", Hook::Raw("sched_process_exec")),
+    ("launch_signal", Hook::Raw("signal_generate")),
     ("cgroup_mkdir", Hook::Tracepoint("cgroup", "cgroup_mkdir")),
     ("cgroup_rmdir", Hook::Tracepoint("cgroup", "cgroup_rmdir")),
     ("ioctl_exit", Hook::Tracepoint("syscalls", "sys_exit_ioctl")),
-    ("ioctl_enter", Hook::Tracepoint("syscalls", "sys_enter_ioctl")),
+    (
+        "ioctl_enter",
+        Hook::Tracepoint("syscalls", "sys_enter_ioctl"),
+    ),
 ];
 
 /// What can go wrong with the kernel side.
@@ -91,6 +100,14 @@ pub enum KernelError {
         program: &'static str,
         /// Why.
         source: LinkError,
+    },
+    /// A process cannot be probed.
+    #[error("probes in {file}: {source}")]
+    Probe {
+        /// The file.
+        file: PathBuf,
+        /// Why.
+        source: std::io::Error,
     },
     /// A pin cannot be made or replaced.
     #[error("pin {path}: {source}")]
@@ -141,6 +158,7 @@ pub enum Admission {
 /// Programs and maps.
 pub struct Kernel {
     ebpf: Mutex<Ebpf>,
+    launch: LaunchMaps,
     /// Links that are not pinned, because there is no BPF file system; dropped with the daemon.
     _links: Vec<FdLink>,
     /// The same for the programs that refuse.
@@ -196,13 +214,15 @@ impl Kernel {
             loader.override_global(name, offset, true);
         }
         if let Some(pins) = pins {
-            for map in PINNED_MAPS {
+            for map in PINNED_MAPS.iter().chain(launch::PINNED) {
                 loader.map_pin_path(map, pins.map(map));
             }
         }
         let mut ebpf = loader.load(OBJECT)?;
         load(&mut ebpf)?;
+        let descriptors = uprobe_multi::map_descriptors(&ebpf);
         let kernel_maps = Maps::take(&mut ebpf)?;
+        let launch = load_launch(&mut ebpf, &descriptors)?;
         let links = attach_hooks(&mut ebpf, pins)?;
         let Maps {
             settings,
@@ -225,6 +245,7 @@ impl Kernel {
         } = kernel_maps;
         let kernel = Self {
             ebpf: Mutex::new(ebpf),
+            launch,
             _links: links,
             deny_links: Mutex::default(),
             device_link: Mutex::default(),
@@ -246,6 +267,82 @@ impl Kernel {
             counters,
         };
         Ok((kernel, events))
+    }
+
+    /// The maps of launch budgets.
+    pub fn launch(&self) -> &LaunchMaps {
+        &self.launch
+    }
+
+    /// Puts launch probes into a process: at places of a file, each with its cookie.
+    ///
+    /// `thread` is the process itself, or another thread of it once the first has ended.
+    pub fn attach_launch(
+        &self,
+        spins: bool,
+        (process, thread): (u32, u32),
+        file: &Path,
+        points: &[(u64, u64)],
+    ) -> Result<Vec<launch::Probe>, KernelError> {
+        let spins = spins && self.launch.no_spin.is_none();
+        let name = if spins { "launch_spin" } else { "launch" };
+        if let Some(multi) = self.launch.multi.as_ref().filter(|_| process == thread) {
+            let program = if spins { &multi.spin } else { &multi.plain };
+            return program
+                .attach(process, file, points)
+                .map(|link| vec![launch::Probe::Many(link)])
+                .map_err(|source| KernelError::Probe {
+                    file: file.to_owned(),
+                    source,
+                });
+        }
+        let mut program = self.launch_program(name)?;
+        let scope = std::num::NonZeroU32::new(thread)
+            .map_or(UProbeScope::CallingProcess, UProbeScope::OneProcess);
+        points
+            .iter()
+            .map(|&(offset, cookie)| {
+                let point = UProbeAttachPoint {
+                    location: UProbeAttachLocation::AbsoluteOffset(offset),
+                    cookie: Some(cookie),
+                };
+                let id = program
+                    .attach(point, file, scope)
+                    .map_err(program_error(name))?;
+                let link = program.take_link(id).map_err(program_error(name))?;
+                FdLink::try_from(link)
+                    .map(launch::Probe::One)
+                    .map_err(|source| KernelError::Link {
+                        program: name,
+                        source,
+                    })
+            })
+            .collect()
+    }
+
+    /// A handle of its own on a loaded launch program, so that many processes are attached to at once.
+    fn launch_program(&self, name: &'static str) -> Result<UProbe, KernelError> {
+        let info = {
+            let ebpf = lock(&self.ebpf);
+            let program: &UProbe = ebpf
+                .program(name)
+                .ok_or(KernelError::Missing(name))?
+                .try_into()
+                .map_err(program_error(name))?;
+            program.info().map_err(program_error(name))?
+        };
+        // SAFETY: the program is one that was loaded as an entry uprobe from our own object.
+        unsafe { UProbe::from_program_info(info, name.into(), ProbeKind::Entry) }
+            .map_err(program_error(name))
+    }
+
+    /// Has a bucket forget what it owes.
+    pub fn reset_launches(&self, tenant: u32) -> Result<(), KernelError> {
+        self.run(
+            "launch_op",
+            &[gpuquota_common::launch::op::RESET, u64::from(tenant)],
+        )
+        .map(drop)
     }
 
     /// The settings as the programs see them.
@@ -298,7 +395,10 @@ impl Kernel {
         let padded = lock(&self.names)
             .get(&tenant, 0)
             .map_err(map_error("NAMES"))?;
-        let length = padded.iter().position(|byte| *byte == 0).unwrap_or(NAME_LEN);
+        let length = padded
+            .iter()
+            .position(|byte| *byte == 0)
+            .unwrap_or(NAME_LEN);
         Ok(String::from_utf8_lossy(&padded[..length]).into_owned())
     }
 
@@ -320,7 +420,11 @@ impl Kernel {
         // BPF_NOEXIST: who waits in it keeps the place.
         const IF_NONE: u64 = 1;
         match lock(&self.queues).insert(cell(tenant, gpu), Queue::default(), IF_NONE) {
-            Err(MapError::SyscallError(error)) if error.io_error.raw_os_error() == Some(libc::EEXIST) => Ok(()),
+            Err(MapError::SyscallError(error))
+                if error.io_error.raw_os_error() == Some(libc::EEXIST) =>
+            {
+                Ok(())
+            }
             other => other.map_err(map_error("QUEUES")),
         }
     }
@@ -402,7 +506,10 @@ impl Kernel {
 
     /// Processes that have spoken to the driver or inherited from one that has.
     pub fn processes(&self) -> Vec<(u32, Process)> {
-        lock(&self.processes).iter().filter_map(Result::ok).collect()
+        lock(&self.processes)
+            .iter()
+            .filter_map(Result::ok)
+            .collect()
     }
 
     /// One process.
@@ -572,18 +679,22 @@ impl Kernel {
     }
 
     fn operation(&self, words: &[u64]) -> Result<u32, KernelError> {
+        self.run("ledger_op", words)
+    }
+
+    fn run(&self, name: &'static str, words: &[u64]) -> Result<u32, KernelError> {
         let mut options = RawTracePointRunOptions::new();
         options.args[..words.len()].copy_from_slice(words);
         let ebpf = lock(&self.ebpf);
         let program: &RawTracePoint = ebpf
-            .program("ledger_op")
-            .ok_or(KernelError::Missing("program ledger_op"))?
+            .program(name)
+            .ok_or(KernelError::Missing(name))?
             .try_into()
-            .map_err(program_error("ledger_op"))?;
+            .map_err(program_error(name))?;
         program
             .test_run(options)
             .map(|result| result.return_value)
-            .map_err(program_error("ledger_op"))
+            .map_err(program_error(name))
     }
 }
 
@@ -675,9 +786,38 @@ fn load(ebpf: &mut Ebpf) -> Result<(), KernelError> {
                 .map_err(program_error(name))?,
         }
     }
-    program::<RawTracePoint>(ebpf, "ledger_op")?
-        .load()
-        .map_err(program_error("ledger_op"))
+    for name in ["ledger_op", "launch_op"] {
+        program::<RawTracePoint>(ebpf, name)?
+            .load()
+            .map_err(program_error(name))?;
+    }
+    Ok(())
+}
+
+/// Loads the launch programs. A kernel that refuses them does everything else.
+fn load_launch(
+    ebpf: &mut Ebpf,
+    descriptors: &std::collections::HashMap<String, RawFd>,
+) -> Result<LaunchMaps, KernelError> {
+    let mut maps = LaunchMaps::take(ebpf)?;
+    let mut refused = |name| -> Result<Option<String>, KernelError> {
+        Ok(program::<UProbe>(ebpf, name)?
+            .load()
+            .err()
+            .map(|error| format!("program {name}: {error}")))
+    };
+    maps.unavailable = refused("launch")?;
+    maps.no_spin = refused("launch_spin")?;
+    maps.multi = uprobe_multi::Source::new(OBJECT, descriptors)
+        .and_then(|source| {
+            Ok(launch::Multi {
+                plain: source.load("launch", false)?,
+                spin: source.load("launch_spin", true)?,
+            })
+        })
+        .inspect_err(|why| debug!(%why, "launch probes are attached one by one"))
+        .ok();
+    Ok(maps)
 }
 
 fn program<'a, P>(ebpf: &'a mut Ebpf, name: &'static str) -> Result<&'a mut P, KernelError>

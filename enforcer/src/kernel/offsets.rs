@@ -11,6 +11,7 @@ const FIELDS: &[(&str, &str, &str)] = &[
     ("OFF_TASK_START", "task_struct", "start_boottime"),
     ("OFF_TASK_SIGNAL", "task_struct", "signal"),
     ("OFF_TASK_TGID", "task_struct", "tgid"),
+    ("OFF_TASK_PTRACE", "task_struct", "ptrace"),
     ("OFF_SIGNAL_LIVE", "signal_struct", "live"),
     ("OFF_FILES_FDT", "files_struct", "fdt"),
     ("OFF_FDT_FD", "fdtable", "fd"),

@@ -51,9 +51,7 @@ impl Chain {
     pub fn launch(&self, now_ns: u64, cost: u64, longest: u64) -> u64 {
         let wait = self
             .limited()
-            .map(|(limit, free)| {
-                nanos(take(free, ticks(now_ns), limit.interval, limit.span, cost))
-            })
+            .map(|(limit, free)| nanos(take(free, ticks(now_ns), limit.interval, limit.span, cost)))
             .max()
             .unwrap_or(0);
         if wait <= longest {
@@ -239,16 +237,15 @@ mod tests {
     #[test]
     fn an_outer_budget_holds_all_inside() {
         let outer = limit(1000, 10);
-        let chains = [
-            Chain::new(&[limit(100, 10)]),
-            Chain::new(&[limit(100, 10)]),
-        ];
+        let chains = [Chain::new(&[limit(100, 10)]), Chain::new(&[limit(100, 10)])];
         let shared = Chain::new(&[outer]);
         let mut now = START_NS;
         let mut went = 0u64;
         while now < START_NS + 1_000_000 {
             for chain in &chains {
-                let wait = chain.launch(now, 1, FOREVER).max(shared.launch(now, 1, FOREVER));
+                let wait = chain
+                    .launch(now, 1, FOREVER)
+                    .max(shared.launch(now, 1, FOREVER));
                 went += 1;
                 now += wait;
             }

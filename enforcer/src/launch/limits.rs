@@ -92,6 +92,14 @@ impl Budgets {
         })
     }
 
+    /// The lowest rate that holds for a tenant, in launches a second.
+    pub fn rate(&self, tenant: u32) -> Option<f64> {
+        self.chain(tenant)
+            .filter_map(|budget| budget.max)
+            .map(Rate::per_second)
+            .min_by(f64::total_cmp)
+    }
+
     /// Whether any tenant has a budget.
     pub fn is_empty(&self) -> bool {
         self.rules.values().all(|rule| rule.own.is_none())
@@ -225,7 +233,10 @@ mod tests {
         let lab = budgets.limit(0);
         assert_eq!(nanos(lab.interval), 50_000);
         assert_eq!(nanos(lab.span), 499 * 50_000);
-        assert_eq!((lab.hold_ns, lab.flags), (LONGEST_HOLD_NS, limit_flags::DENY));
+        assert_eq!(
+            (lab.hold_ns, lab.flags),
+            (LONGEST_HOLD_NS, limit_flags::DENY)
+        );
         let vision = budgets.limit(1);
         assert_eq!(nanos(vision.interval), 1_000_000_000);
         assert_eq!((vision.span, vision.hold_ns), (0, 0));
@@ -243,7 +254,10 @@ mod tests {
             let rate = Rate::new(count, unit).expect("a rate");
             #[expect(clippy::cast_precision_loss, reason = "compared to a thousandth")]
             let held = ticks(1_000_000_000) as f64 / interval(rate) as f64;
-            assert!((held / rate.per_second() - 1.0).abs() < 1e-3, "{rate}: {held}");
+            assert!(
+                (held / rate.per_second() - 1.0).abs() < 1e-3,
+                "{rate}: {held}"
+            );
         }
     }
 
@@ -253,7 +267,11 @@ mod tests {
         let vision = budgets.treatment(1).expect("has one");
         assert_eq!(vision.pace, pace::SPIN);
         assert!(vision.counts_nodes);
-        assert_eq!(vision.patience, Duration::from_secs(3), "of the one that ends processes");
+        assert_eq!(
+            vision.patience,
+            Duration::from_secs(3),
+            "of the one that ends processes"
+        );
         let quiet = budgets.treatment(2).expect("the lab has one");
         assert_eq!(quiet.pace, pace::SIGNAL);
         assert!(!quiet.counts_nodes);
@@ -268,7 +286,10 @@ mod tests {
         let policy = Policy::load(&[source], None).expect("valid").policy;
         let found = without_effect(&policy);
         assert_eq!(found.len(), 1, "{found:?}");
-        assert!(found[0].contains("/p.toml:4") && found[0].contains("launch.max"), "{found:?}");
+        assert!(
+            found[0].contains("/p.toml:4") && found[0].contains("launch.max"),
+            "{found:?}"
+        );
         let budgets = budgets(text, &[("a", None)]);
         assert_eq!(nanos(budgets.limit(0).interval), 142_857_143);
     }

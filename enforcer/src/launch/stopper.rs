@@ -444,7 +444,9 @@ mod tests {
                     self.send_stop();
                     Step::Sent
                 }
-                Step::Sent if undisturbed(&agent.before.calls(), &self.record.calls()) => Step::Done,
+                Step::Sent if undisturbed(&agent.before.calls(), &self.record.calls()) => {
+                    Step::Done
+                }
                 Step::Sent => {
                     agent.before = self.record;
                     agent.send = Some(match agent.continuation.next(&self.record.calls()) {
@@ -498,7 +500,10 @@ mod tests {
                         println!("{:?}", worlds[step].0);
                         step = worlds[step].1;
                     }
-                    panic!("stopped: {}, wanted: {}", world.stopped, world.wanted_stopped);
+                    panic!(
+                        "stopped: {}, wanted: {}",
+                        world.stopped, world.wanted_stopped
+                    );
                 }
             }
             for next in world.successors() {
@@ -508,7 +513,13 @@ mod tests {
             }
             at += 1;
         }
-        assert!(settled > 100 && survived_a_crash > 50, "{settled} {survived_a_crash}");
-        println!("{} states, {settled} at rest, {survived_a_crash} after a crash", worlds.len());
+        assert!(
+            settled > 100 && survived_a_crash > 50,
+            "{settled} {survived_a_crash}"
+        );
+        println!(
+            "{} states, {settled} at rest, {survived_a_crash} after a crash",
+            worlds.len()
+        );
     }
 }

@@ -227,8 +227,11 @@ impl<'a, R: ReadAt + ?Sized> Image<'a, R> {
         if !is_ours {
             return Ok(None);
         }
-        let segments: Vec<Segment> =
-            read_many(file, header.e_phoff.get(LE), u64::from(header.e_phnum.get(LE)))?;
+        let segments: Vec<Segment> = read_many(
+            file,
+            header.e_phoff.get(LE),
+            u64::from(header.e_phnum.get(LE)),
+        )?;
         let Some(dynamic) = segments
             .iter()
             .find(|segment| segment.p_type.get(LE) == elf::PT_DYNAMIC)
@@ -248,7 +251,8 @@ impl<'a, R: ReadAt + ?Sized> Image<'a, R> {
                 .find(|entry| entry.d_tag.get(LE) == tag)
                 .map(|entry| entry.d_val.get(LE))
         };
-        let at = |tag: elf::DynamicTag| value(tag).and_then(|address| file_offset(&segments, address));
+        let at =
+            |tag: elf::DynamicTag| value(tag).and_then(|address| file_offset(&segments, address));
         let (Some(symbols), Some(names), Some(names_size)) =
             (at(elf::DT_SYMTAB), at(elf::DT_STRTAB), value(elf::DT_STRSZ))
         else {
@@ -369,15 +373,18 @@ impl<'a, R: ReadAt + ?Sized> Image<'a, R> {
                 let buckets_at = at + 16 + u64::from(bloom_words) * 8;
                 let starts: Vec<[u8; 4]> =
                     read_many(self.file, buckets_at, u64::from(buckets).min(MAX_SYMBOLS))?;
-                let last = starts.into_iter().map(u32::from_le_bytes).max().unwrap_or(0);
+                let last = starts
+                    .into_iter()
+                    .map(u32::from_le_bytes)
+                    .max()
+                    .unwrap_or(0);
                 if last < first {
                     return Ok(u64::from(first));
                 }
                 let chains_at = buckets_at + u64::from(buckets) * 4;
                 let mut index = u64::from(last);
                 while index < MAX_SYMBOLS {
-                    let [chain] =
-                        self.words::<1>(chains_at + (index - u64::from(first)) * 4)?;
+                    let [chain] = self.words::<1>(chains_at + (index - u64::from(first)) * 4)?;
                     index += 1;
                     if chain & 1 != 0 {
                         break;
@@ -393,7 +400,10 @@ impl<'a, R: ReadAt + ?Sized> Image<'a, R> {
     fn place(&self, name: String, symbol: &Sym) -> io::Result<Symbol> {
         let address = symbol.st_value.get(LE);
         let entry = file_offset(&self.segments, address).ok_or_else(|| {
-            io::Error::new(io::ErrorKind::InvalidData, format!("{name} is in no segment"))
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("{name} is in no segment"),
+            )
         })?;
         let size = match symbol.st_size.get(LE) {
             0 => SOME_CODE,
@@ -428,11 +438,7 @@ fn read<T: Pod>(file: &(impl ReadAt + ?Sized), offset: u64) -> io::Result<T> {
         .map_err(|()| io::ErrorKind::InvalidData.into())
 }
 
-fn read_many<T: Pod>(
-    file: &(impl ReadAt + ?Sized),
-    offset: u64,
-    count: u64,
-) -> io::Result<Vec<T>> {
+fn read_many<T: Pod>(file: &(impl ReadAt + ?Sized), offset: u64, count: u64) -> io::Result<Vec<T>> {
     let count = usize::try_from(count).map_err(|_| io::ErrorKind::InvalidData)?;
     let mut bytes = vec![0; count * size_of::<T>()];
     file.read_at(&mut bytes, offset)?;
@@ -514,7 +520,10 @@ mod tests {
     #[test]
     fn a_push_at_the_entry_is_taken() {
         // push rbp; mov rbp,rsp
-        assert_eq!(cheapest(&[0x55, 0x48, 0x89, 0xe5, 0xc3]), (0, Cost::Emulated));
+        assert_eq!(
+            cheapest(&[0x55, 0x48, 0x89, 0xe5, 0xc3]),
+            (0, Cost::Emulated)
+        );
         // push r12 needs one prefix
         assert_eq!(cheapest(&[0x41, 0x54, 0xc3]), (0, Cost::Emulated));
     }
@@ -532,7 +541,10 @@ mod tests {
     #[test]
     fn nothing_behind_a_branch_or_in_a_loop_is_taken() {
         // sub rsp,8; ret; push rbx
-        assert_eq!(cheapest(&[0x48, 0x83, 0xec, 0x08, 0xc3, 0x53]), (0, Cost::Stepped));
+        assert_eq!(
+            cheapest(&[0x48, 0x83, 0xec, 0x08, 0xc3, 0x53]),
+            (0, Cost::Stepped)
+        );
         // mov eax,5; L: dec eax; jne L; ret. The jump runs five times.
         let code = [0xb8, 5, 0, 0, 0, 0xff, 0xc8, 0x75, 0xfc, 0xc3];
         assert_eq!(cheapest(&code), (0, Cost::Stepped));

@@ -291,6 +291,7 @@ fn tenants() -> Vec<Tenant> {
             parent: None,
             cgroups: Vec::new(),
             gpus: vec![gpu(0, None, 0), gpu(1, None, 0)],
+            launch: None,
         },
         Tenant {
             name: "vision".into(),
@@ -299,6 +300,7 @@ fn tenants() -> Vec<Tenant> {
             parent: Some("lab".into()),
             cgroups: vec!["/gpu.slice/vision.slice".into()],
             gpus: vec![on_zero, gpu(1, Some(70 * GIB), 0)],
+            launch: None,
         },
     ]
 }
