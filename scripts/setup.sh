@@ -19,7 +19,7 @@ packages_of() {
     case $1 in
     build) echo ca-certificates gcc libc6-dev make rustc-web libstd-rust-web-dev-bpf ;;
     linker) echo llvm-22-dev ;;
-    test) echo fuse3 dbus-daemon binutils cpio xz-utils busybox-static qemu-system-x86 ;;
+    test) echo crun fuse3 dbus-daemon binutils cpio xz-utils busybox-static qemu-system-x86 ;;
     lint) echo git rust-web-clippy shellcheck ;;
     fuzz) echo g++ ;;
     kernel) echo gcc make flex bison bc libelf-dev libssl-dev dwarves xz-utils kmod rsync cpio python3 ;;
