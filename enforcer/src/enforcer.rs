@@ -40,6 +40,7 @@ use crate::{
     control::Notice,
     driver::{Driver, DriverError, Topology, nvidia::Nvidia},
     ending::Endings,
+    high::HighWater,
     kernel::{Kernel, KernelError, PinDir},
     launch::{Launches, attach},
     lifecycle::Proc,
@@ -145,6 +146,7 @@ pub struct Enforcer {
     choice: Choice,
     lacking: Lacking,
     endings: Endings,
+    high: Mutex<HighWater>,
     /// False for a driver that is not known: then nobody's GPU time is touched.
     known_driver: bool,
     /// Why maps and links are not pinned, if they are not.
@@ -227,6 +229,7 @@ impl Enforcer {
             choice,
             lacking,
             endings: Endings::default(),
+            high: Mutex::default(),
             known_driver: known,
             unpinned,
             processes: Arc::new(processes),

@@ -9,6 +9,7 @@ pub mod doctor;
 pub mod driver;
 pub mod ending;
 pub mod enforcer;
+pub mod high;
 pub mod kernel;
 pub mod launch;
 pub mod lifecycle;

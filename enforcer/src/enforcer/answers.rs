@@ -111,6 +111,8 @@ impl Control for Enforcer {
     }
 
     fn thaw(&self, tenant: &str, gpu: Option<&str>) -> Result<Held, ControlError> {
+        // Whatever froze it for good, an admin's word undoes it.
+        self.hold(tenant, gpu, Reason::MemoryHigh, false)?;
         self.hold(tenant, gpu, Reason::Command, false)
     }
 
@@ -275,6 +277,7 @@ impl Enforcer {
         let mut findings = vec![doctor::driver_version(&self.driver_version, self.enforcing)];
         findings.extend(self.backends().iter().map(doctor::backend));
         findings.extend(self.topology.gpus.iter().map(doctor::gpu));
+        findings.extend(self.time_findings());
         findings.push(match &self.unpinned {
             None => doctor::finding(
                 "pins",

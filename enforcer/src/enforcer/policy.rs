@@ -203,8 +203,8 @@ fn without_effect(policy: &Policy, host: &Host, choice: Choice) -> Vec<String> {
                  waits where notify is in use too",
             );
         }
-        if budget.memory.on_high != OnHigh::Notify {
-            say("memory.on-high", "crossing memory.high only raises an event");
+        if budget.memory.on_high == OnHigh::Reclaim {
+            say("memory.on-high = \"reclaim\"", "crossing memory.high only raises an event");
         }
         if budget.memory.min > 0 {
             say("memory.min", "nothing is reserved");

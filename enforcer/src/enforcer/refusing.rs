@@ -1,18 +1,27 @@
 //! Putting the chosen backend to work, and what follows when memory was refused or got past a budget.
 
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, PoisonError},
+    thread,
+};
+
 use gpuquota_common::{
     event::{Event, kind},
     map::settings_flags,
 };
-use gpuquota_policy::{OnBreach, OnMemoryMax};
+use gpuquota_policy::{MemoryBudget, OnBreach, OnHigh, OnMemoryMax, Signal};
+use rustix::process::{self, Pid, PidfdFlags, pidfd_open, pidfd_send_signal};
 use tracing::{info, warn};
 
 use super::{Enforcer, EnforcerError, watching::process_of};
 use crate::{
     backend::{self, Choice, Lacking},
+    cgroup,
     config::{Config, DaemonLoss, MemoryBackend},
     ending::GRACE,
     kernel::{DenyHook, Kernel, PinDir},
+    time::rules::Reason,
 };
 
 /// Chooses a backend and attaches its programs.
@@ -82,8 +91,12 @@ impl Enforcer {
     /// `memory.on-breach = "kill"`.
     ///
     /// After a breach the kernel side has signalled it already; here it is seen to that it does end.
-    pub(super) fn answer(&self, event: &Event) {
+    pub(super) fn answer(self: &Arc<Self>, event: &Event) {
         if !self.choice.answers_breaches() {
+            return;
+        }
+        if event.kind == kind::HIGH {
+            self.answer_high(event.limited_by, event.gpu);
             return;
         }
         let (pid, payer) = match event.kind {
@@ -91,20 +104,13 @@ impl Enforcer {
             kind::BREACHED => (event.tgid, event.limited_by),
             _ => return,
         };
-        let ends = {
-            let now = self.read();
-            let memory = now.seating.seat(payer).and_then(|seat| {
-                let gpu = self.host.gpus.iter().find(|gpu| gpu.index == event.gpu)?;
-                Some(now.policy.effective(&seat.name, gpu)?.memory)
-            });
-            memory.is_some_and(|memory| {
-                if event.kind == kind::DENIED {
-                    memory.on_max == OnMemoryMax::Kill
-                } else {
-                    memory.on_breach == OnBreach::Kill
-                }
-            })
-        };
+        let ends = self.memory_budget(payer, event.gpu).is_some_and(|memory| {
+            if event.kind == kind::DENIED {
+                memory.on_max == OnMemoryMax::Kill
+            } else {
+                memory.on_breach == OnBreach::Kill
+            }
+        });
         if !ends {
             return;
         }
@@ -119,5 +125,103 @@ impl Enforcer {
                 .of_process(pid)
                 .is_ok_and(|path| self.tenant_at(&path) == Some(tenant))
         });
+    }
+
+    fn memory_budget(&self, tenant: u32, gpu: u32) -> Option<MemoryBudget> {
+        let now = self.read();
+        let name = &now.seating.seat(tenant)?.name;
+        let gpu = self.host.gpus.iter().find(|found| found.index == gpu)?;
+        Some(now.policy.effective(name, gpu)?.memory)
+    }
+
+    /// A tenant's usage rose above its `memory.high`: `memory.on-high`, once.
+    fn answer_high(self: &Arc<Self>, tenant: u32, gpu: u32) {
+        let is_news = self
+            .high
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .crossed(tenant, gpu);
+        if !is_news {
+            return;
+        }
+        match self.memory_budget(tenant, gpu).map(|memory| memory.on_high) {
+            Some(OnHigh::Signal(signal)) => self.signal_users(tenant, gpu, signal),
+            Some(OnHigh::Freeze) => {
+                let enforcer = Arc::clone(self);
+                // The controller answers when it is done; events go on meanwhile.
+                let spawned = thread::Builder::new()
+                    .name("on-high".into())
+                    .spawn(move || {
+                        let name = enforcer.name_of(tenant);
+                        let held =
+                            enforcer.hold(&name, Some(&gpu.to_string()), Reason::MemoryHigh, true);
+                        match held {
+                            Ok(_) => info!(
+                                tenant = name,
+                                gpu, "above memory.high: frozen until it is thawed"
+                            ),
+                            Err(error) => warn!(tenant = name, gpu, %error, "could not be frozen"),
+                        }
+                    });
+                if let Err(error) = spawned {
+                    warn!(%error, "no thread to freeze a tenant");
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Who has fallen below its `memory.high` again?
+    pub(super) fn look_at_high(&self) {
+        let mut high = self.high.lock().unwrap_or_else(PoisonError::into_inner);
+        if high.is_empty() {
+            return;
+        }
+        high.look(|tenant, gpu| {
+            let limit = self.memory_budget(tenant, gpu)?.high?;
+            Some((self.kernel.usage(tenant, gpu).ok()?.memory, limit))
+        });
+    }
+
+    /// Signals the processes of a tenant, nested tenants' too, that have memory on a GPU.
+    fn signal_users(&self, tenant: u32, gpu: u32, signal: Signal) {
+        let Some(number) = process::Signal::from_named_raw(signal.number()) else {
+            return;
+        };
+        let roots: Vec<String> = self
+            .read()
+            .roots
+            .values()
+            .filter(|(index, _)| *index == tenant)
+            .map(|(_, path)| path.clone())
+            .collect();
+        let users: BTreeSet<u32> = self
+            .kernel
+            .accounts()
+            .filter(|(key, bytes)| u32::from(key.gpu) == gpu && *bytes > 0)
+            .map(|(key, _)| key.tgid)
+            .collect();
+        for pid in users {
+            let Some(handle) = i32::try_from(pid)
+                .ok()
+                .and_then(Pid::from_raw)
+                .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok())
+            else {
+                continue;
+            };
+            // Asked once the process is held: its number may have been used again.
+            let is_meant = self
+                .hierarchy
+                .of_process(pid)
+                .is_ok_and(|path| roots.iter().any(|root| cgroup::is_within(&path, root)));
+            if is_meant {
+                match pidfd_send_signal(&handle, number) {
+                    Ok(()) => {
+                        info!(pid, %signal, tenant = self.name_of(tenant), "above memory.high: signalled")
+                    }
+                    Err(error) => warn!(pid, %error, "could not be signalled"),
+                }
+            }
+        }
     }
 }

@@ -115,7 +115,7 @@ impl Enforcer {
             .map_or(0, |counters| counters[counter::EVENTS_LOST as usize])
     }
 
-    fn handle(&self, event: &Event, reaper: &Reaper) {
+    fn handle(self: &Arc<Self>, event: &Event, reaper: &Reaper) {
         self.time.event(event);
         let outcome = match event.kind {
             kind::PROCESS_NEW => {
@@ -238,6 +238,7 @@ impl Enforcer {
 
     /// Finds what no event told: processes that are gone, clients whose file is closed.
     pub(super) fn sweep(&self) {
+        self.look_at_high();
         self.processes_gone(&lifecycle::dead_processes(&self.kernel, &*self.processes));
         self.release_closed_clients();
     }

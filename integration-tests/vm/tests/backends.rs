@@ -92,7 +92,7 @@ fn stock_kernel_locked_down() {
         "stock-locked",
         Kernel::Stock,
         "integrity",
-        "override,rewrite,notify,lsm",
+        "override,rewrite,lsm",
         "notify+lsm",
         &["override", "rewrite"],
     );
@@ -109,7 +109,7 @@ fn override_kernel_locked_down() {
         "override-locked",
         Kernel::Override,
         "integrity",
-        "override,rewrite,notify,lsm",
+        "override,rewrite,lsm",
         "notify+lsm",
         &["override", "rewrite"],
     );
