@@ -303,6 +303,13 @@ impl Enforcer {
                     .to_owned(),
             )
         });
+        findings.push(doctor::finding(
+            "not in the ledger",
+            Verdict::Info,
+            "managed memory, and what the driver takes by itself for contexts and page tables: memory.managed and \
+             memory.context have no effect in this version"
+                .to_owned(),
+        ));
         if let Ok(counters) = self.kernel.counters() {
             findings.extend(doctor::counters(&counters));
         }

@@ -2,9 +2,12 @@
 
 use std::collections::BTreeSet;
 
+use gpuquota_policy::format_duration;
+
 use super::{Enforcer, EnforcerError, system};
 use crate::{
-    control::{ControlError, Held, Uncontrolled},
+    control::{ControlError, Finding, Held, Uncontrolled, Verdict},
+    doctor::finding,
     time::{Parts, Reason, Settings, rules},
 };
 
@@ -37,6 +40,32 @@ impl Enforcer {
             rules(&now.policy, &now.seating, &self.host.gpus)
         };
         self.time.rules(rules);
+    }
+
+    /// How it stands with the control of GPU time.
+    pub(super) fn time_findings(&self) -> Vec<Finding> {
+        if !self.time.is_on() {
+            return vec![finding(
+                "GPU time",
+                Verdict::Warning,
+                "not controlled: the driver version is not known; see gpu.accept-driver".to_owned(),
+            )];
+        }
+        let mut findings = vec![finding(
+            "GPU time",
+            Verdict::Ok,
+            format!(
+                "divided by weight in rounds of {}, ceilings in periods of {}",
+                format_duration(self.config.time.round),
+                format_duration(self.config.time.period)
+            ),
+        )];
+        findings.extend(
+            self.time.notes().into_iter().map(|(gpu, note)| {
+                finding(&format!("GPU time on GPU {gpu}"), Verdict::Warning, note)
+            }),
+        );
+        findings
     }
 
     /// Freezes or thaws a tenant on one GPU or on all.

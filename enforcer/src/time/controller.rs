@@ -87,6 +87,8 @@ type Status = BTreeMap<(u32, u32), TenantTime>;
 #[derive(Default)]
 struct Shared {
     status: Mutex<Status>,
+    /// What an admin has to know, by GPU.
+    notes: Mutex<Vec<(u32, String)>>,
     /// For bug reports.
     dump: Mutex<serde_json::Value>,
     /// Messages were lost: look at everything.
@@ -254,6 +256,15 @@ impl TimeControl {
             .cloned()
     }
 
+    /// What an admin has to know, by GPU.
+    pub fn notes(&self) -> Vec<(u32, String)> {
+        self.shared
+            .notes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
     /// The state for bug reports.
     pub fn dump(&self) -> serde_json::Value {
         self.shared
@@ -281,7 +292,7 @@ struct Worker {
     questions: Arc<Questions>,
     asked: BTreeSet<u32>,
     divided: BTreeSet<u32>,
-    unknown: BTreeSet<u32>,
+    unknown: BTreeMap<u32, String>,
     published: Option<Duration>,
 }
 
@@ -302,7 +313,7 @@ impl Worker {
             questions,
             asked: BTreeSet::new(),
             divided: BTreeSet::new(),
-            unknown: BTreeSet::new(),
+            unknown: BTreeMap::new(),
             published: None,
         }
     }
@@ -415,7 +426,7 @@ impl Worker {
                     .used(gpu, known_us, &busy, now, self.levers.wall_us());
             }
             Utilization::Unknown { gpu, why } => {
-                if self.unknown.insert(gpu) {
+                if self.unknown.insert(gpu, why.clone()).is_none() {
                     warn!(
                         gpu,
                         why,
@@ -513,6 +524,35 @@ impl Worker {
                 status.insert((*tenant, *gpu), time);
             }
         }
+        let mut notes: Vec<(u32, String)> = self
+            .unknown
+            .iter()
+            .map(|(gpu, why)| {
+                let note = format!("NVML does not tell its use by process ({why}): ceilings are kept without measuring, and nothing is accounted");
+                (*gpu, note)
+            })
+            .collect();
+        notes.extend(self.divided.iter().map(|gpu| {
+            let note = "divided into instances (MIG), whose use NVML does not tell by process: weights and ceilings hold \
+                        as if all tenants were in one instance, and nothing is accounted";
+            (*gpu, note.to_owned())
+        }));
+        for gpu in self.asked.iter().copied() {
+            for tenant in self.engine.rules().keys() {
+                notes.extend(
+                    self.engine
+                        .uncontrolled_in(*tenant, gpu)
+                        .map(|(tgid, why)| {
+                            (gpu, format!("process {tgid} is not controlled: {why}"))
+                        }),
+                );
+            }
+        }
+        *self
+            .shared
+            .notes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = notes;
         let mut dump = self.levers.took();
         dump["places"] = self.engine.dump();
         *self

@@ -93,6 +93,19 @@ fn a_change_takes_effect_on_all_gpus_or_on_one() {
 }
 
 #[test]
+fn a_tenant_is_frozen_and_thawed() {
+    let daemon = Daemon::on_peer();
+    let output = daemon.ctl(&["freeze", "vision", "--gpu", "1"]);
+    // Who is out of reach is told, and that it is not all of the tenant is no reason to fail.
+    assert!(String::from_utf8_lossy(&output.stderr).contains("process 4244: no subdevice"));
+    assert_eq!(stdout(&output), "vision is frozen: 2 processes.\n");
+    let output = daemon.ctl(&["thaw", "vision"]);
+    assert_eq!(stdout(&output), "vision goes on.\n");
+    fails(&daemon.ctl(&["freeze", "nobody"]), 1, "no tenant named");
+    fails(&daemon.ctl(&["freeze", "vision", "--gpu", "7"]), 1, "no GPU");
+}
+
+#[test]
 fn bad_changes_change_nothing_and_say_what_is_allowed() {
     let daemon = Daemon::on_peer();
     let before = stdout(&daemon.ctl(&["list", "--json"]));
@@ -365,7 +378,16 @@ fn completions_and_manual_pages_cover_every_verb() {
     stdout(&ctl("system", &["man", path]).output().expect("run"));
     let page = std::fs::read_to_string(dir.path().join("gpuquotactl.1")).expect("page");
     assert!(page.contains("Exit codes"));
-    for verb in ["list", "status", "set-property", "run", "policy", "doctor"] {
+    for verb in [
+        "list",
+        "status",
+        "set-property",
+        "freeze",
+        "thaw",
+        "run",
+        "policy",
+        "doctor",
+    ] {
         let page = dir.path().join(format!("gpuquotactl-{verb}.1"));
         assert!(page.exists(), "{}", page.display());
     }

@@ -40,6 +40,8 @@ fn only_root_may_change() {
         vec!["set-property", "vision", "memory.max=1GiB"],
         vec!["set-property", "vision", "memory.max=1GiB", "--runtime"],
         vec!["reset-property", "vision"],
+        vec!["freeze", "vision"],
+        vec!["thaw", "vision"],
         vec!["reload"],
     ] {
         let output = daemon.ctl_as_nobody(&arguments);

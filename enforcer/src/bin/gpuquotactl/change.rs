@@ -34,7 +34,7 @@ pub async fn freeze(client: &Client, hold: &Hold) -> Result<(), Error> {
     print(&format!(
         "{} is frozen: {}.\n",
         clean(&hold.tenant),
-        counted(held.frozen.len(), "process with GPU contexts")
+        processes(held.frozen.len())
     ))
 }
 
@@ -49,8 +49,15 @@ pub async fn thaw(client: &Client, hold: &Hold) -> Result<(), Error> {
         "{} is frozen for another reason, see `gpuquotactl status {}`: {}.\n",
         clean(&hold.tenant),
         clean(&hold.tenant),
-        counted(held.frozen.len(), "process with GPU contexts")
+        processes(held.frozen.len())
     ))
+}
+
+fn processes(number: usize) -> String {
+    match number {
+        1 => "1 process".to_owned(),
+        _ => format!("{number} processes"),
+    }
 }
 
 fn report_uncontrolled(held: &Held) {
