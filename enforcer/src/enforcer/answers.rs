@@ -113,6 +113,8 @@ impl Control for Enforcer {
     fn thaw(&self, tenant: &str, gpu: Option<&str>) -> Result<Held, ControlError> {
         // Whatever froze it for good, an admin's word undoes it.
         self.hold(tenant, gpu, Reason::MemoryHigh, false)?;
+        // Whoever crossed memory.high may go on by command as well.
+        self.hold(tenant, gpu, Reason::MemoryHigh, false)?;
         self.hold(tenant, gpu, Reason::Command, false)
     }
 
