@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use gpuquota_policy::{
-    GpuSelector, Host, Layer, Loaded, OnHigh, OnMemoryMax, Policy, Source, dropin, property::Property,
+    GpuSelector, Host, Layer, Loaded, Managed, OnHigh, OnMemoryMax, Policy, Source, dropin, property::Property,
 };
 use tracing::info;
 
@@ -203,8 +203,11 @@ fn without_effect(policy: &Policy, host: &Host, choice: Choice) -> Vec<String> {
                  waits where notify is in use too",
             );
         }
-        if budget.memory.on_high == OnHigh::Reclaim {
+        if budget.memory.on_high == OnHigh::Reclaim && budget.memory.high.is_some() {
             say("memory.on-high = \"reclaim\"", "crossing memory.high only raises an event");
+        }
+        if budget.memory.managed == Managed::Deny {
+            say("memory.managed = \"deny\"", "managed memory is neither refused nor charged");
         }
         if budget.memory.min > 0 {
             say("memory.min", "nothing is reserved");
