@@ -12,6 +12,7 @@ mod text;
 use std::time::SystemTime;
 
 use self::text::{Exposition, Kind};
+use crate::control::{TenantTime, launch::TenantLaunch};
 
 /// Everything that one scrape shows.
 #[derive(Clone, Debug, Default)]
@@ -91,6 +92,8 @@ pub struct TenantSample {
     pub cgroups: u64,
     /// On each GPU.
     pub gpus: Vec<TenantGpuSample>,
+    /// Launches; absent while no launch budget holds for it.
+    pub launch: Option<TenantLaunch>,
 }
 
 /// A tenant on a GPU. Usage includes nested tenants.
@@ -112,6 +115,8 @@ pub struct TenantGpuSample {
     pub breaches: u64,
     /// Processes with memory, without those of nested tenants.
     pub processes: u64,
+    /// GPU time; absent while it is not controlled.
+    pub time: Option<TenantTime>,
 }
 
 /// How full a map is.
@@ -132,6 +137,8 @@ pub fn render(snapshot: &Snapshot) -> String {
     policy(&mut out, snapshot);
     gpus(&mut out, &snapshot.gpus);
     tenants(&mut out, &snapshot.tenants);
+    gpu_time(&mut out, &snapshot.tenants);
+    launches(&mut out, &snapshot.tenants);
     kernel_side(&mut out, snapshot);
     out.finish()
 }
@@ -353,6 +360,109 @@ fn tenants(out: &mut Exposition, tenants: &[TenantSample]) {
     );
 }
 
+fn gpu_time(out: &mut Exposition, tenants: &[TenantSample]) {
+    let controlled = || {
+        tenants.iter().flat_map(|tenant| {
+            let gpus = tenant.gpus.iter();
+            gpus.filter_map(|gpu| {
+                Some((
+                    tenant.name.as_str(),
+                    gpu.gpu.to_string(),
+                    gpu.time.as_ref()?,
+                ))
+            })
+        })
+    };
+    let mut family = |name, kind, help, value: fn(&TenantTime) -> f64| {
+        let family = out.family(name, kind, help);
+        for (tenant, gpu, time) in controlled() {
+            family.labelled(&[("tenant", tenant), ("gpu", &gpu)], value(time));
+        }
+    };
+    family(
+        "gpuquota_tenant_gpu_time_seconds_total",
+        Kind::Counter,
+        "GPU time used since the daemon knows the tenant, nested tenants included.",
+        |time| time.used.as_secs_f64(),
+    );
+    family(
+        "gpuquota_tenant_gpu_time_share_ratio",
+        Kind::Gauge,
+        "Part of the GPU's time in the last 10 seconds.",
+        |time| time.share_10s,
+    );
+    family(
+        "gpuquota_tenant_gpu_time_max_ratio",
+        Kind::Gauge,
+        "Ceiling as a part of the GPU's time; +Inf if there is none.",
+        |time| time.max.unwrap_or(f64::INFINITY),
+    );
+    family(
+        "gpuquota_tenant_gpu_time_weight",
+        Kind::Gauge,
+        "Weight among the tenants beside it.",
+        |time| f64::from(time.weight),
+    );
+    family(
+        "gpuquota_tenant_frozen",
+        Kind::Gauge,
+        "1 while the tenant is frozen on the GPU, for whatever reason.",
+        |time| f64::from(u8::from(!time.frozen.is_empty())),
+    );
+    let pressure = out.family(
+        "gpuquota_tenant_gpu_pressure_seconds_total",
+        Kind::Counter,
+        "Time in which some of the tenant's processes, or all of it, had work and could not do it.",
+    );
+    for (tenant, gpu, time) in controlled() {
+        for (reason, averages) in [("some", &time.pressure.some), ("full", &time.pressure.full)] {
+            let labels = [("tenant", tenant), ("gpu", &gpu), ("reason", reason)];
+            pressure.labelled(&labels, averages.total.as_secs_f64());
+        }
+    }
+}
+
+fn launches(out: &mut Exposition, tenants: &[TenantSample]) {
+    let mut family = |name, help, value: fn(&TenantLaunch) -> f64| {
+        let family = out.family(name, Kind::Counter, help);
+        for tenant in tenants {
+            if let Some(launch) = &tenant.launch {
+                family.labelled(&[("tenant", &tenant.name)], value(launch));
+            }
+        }
+    };
+    family(
+        "gpuquota_tenant_launches_total",
+        "Kernel launches on all GPUs, a graph as one.",
+        |launch| bytes(launch.launches),
+    );
+    family(
+        "gpuquota_tenant_launches_delayed_total",
+        "Launches that had to wait for the budget.",
+        |launch| bytes(launch.delayed),
+    );
+    family(
+        "gpuquota_tenant_launch_delay_seconds_total",
+        "Time that launches were made to wait.",
+        |launch| bytes(launch.delay_usec) / 1e6,
+    );
+    family(
+        "gpuquota_tenant_launches_denied_total",
+        "Launches over the budget whose processes are ended for it.",
+        |launch| bytes(launch.denied),
+    );
+    family(
+        "gpuquota_tenant_launches_unheld_total",
+        "Launches over the budget that went at once, because no daemon was there or the delay was too long.",
+        |launch| bytes(launch.unheld.saturating_add(launch.overdue)),
+    );
+    family(
+        "gpuquota_tenant_launches_evaded_total",
+        "Launches of processes that somebody else had continued before their time.",
+        |launch| bytes(launch.evaded),
+    );
+}
+
 fn kernel_side(out: &mut Exposition, snapshot: &Snapshot) {
     let entries = out.family(
         "gpuquota_map_entries",
@@ -456,8 +566,29 @@ mod tests {
                     max: Some(40 << 30),
                     used: 12 << 30,
                     denials: 3,
+                    time: Some(TenantTime {
+                        weight: 300,
+                        max: Some(0.5),
+                        used: Duration::from_millis(2500),
+                        share_10s: 0.25,
+                        frozen: vec!["ceiling".into()],
+                        ..TenantTime::default()
+                    }),
                     ..TenantGpuSample::default()
                 }],
+                launch: Some(TenantLaunch {
+                    max: None,
+                    burst: 0,
+                    launches: 20_000,
+                    delayed: 7,
+                    delay_usec: 1_500_000,
+                    overdue: 1,
+                    denied: 0,
+                    unheld: 2,
+                    evaded: 0,
+                    gaps: Vec::new(),
+                    processes: Vec::new(),
+                }),
                 ..TenantSample::default()
             }],
             maps: vec![MapFill {

@@ -180,6 +180,7 @@ impl Enforcer {
                             denials: usage.denials,
                             breaches: usage.breaches,
                             processes: holders.get(&(index, gpu.index)).map_or(0, size),
+                            time: self.time.status(index, gpu.index),
                         })
                     })
                     .collect();
@@ -192,6 +193,7 @@ impl Enforcer {
                     parent: now.seating.seat(index)?.parent.clone().unwrap_or_default(),
                     cgroups: cgroups.get(&index).copied().unwrap_or(0),
                     gpus,
+                    launch: self.launches.usage(index),
                 })
             })
             .collect()

@@ -9,7 +9,7 @@ mod view;
 use std::{
     io::{self, IsTerminal as _},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use gpuquota_enforcer::{client::Client, config::Bus};
@@ -63,6 +63,7 @@ async fn read(client: &Client) -> Result<Data, Error> {
     Ok(Data {
         gpus: client.gpus().await?,
         tenants: client.tenants().await?,
+        at: Instant::now(),
     })
 }
 

@@ -3,6 +3,7 @@
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, BTreeSet},
+    time::Instant,
 };
 
 use clap::ValueEnum;
@@ -10,10 +11,22 @@ use gpuquota_enforcer::control::{Gpu, Tenant, TenantGpu};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 /// What the daemon told.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Data {
     pub gpus: Vec<Gpu>,
     pub tenants: Vec<Tenant>,
+    /// When.
+    pub at: Instant,
+}
+
+impl Default for Data {
+    fn default() -> Self {
+        Self {
+            gpus: Vec::new(),
+            tenants: Vec::new(),
+            at: Instant::now(),
+        }
+    }
 }
 
 /// By what tenants are ordered; the largest or the first name on top.
@@ -92,6 +105,8 @@ pub struct Model {
     data: Data,
     /// Refusals by tenant and GPU before the last answer.
     before: BTreeMap<(String, u32), u64>,
+    /// Launches a second between the last two answers, by tenant.
+    launches: BTreeMap<String, f64>,
     page: Page,
     sort: Sort,
     reverse: bool,
@@ -115,6 +130,7 @@ impl Model {
         Self {
             data: Data::default(),
             before: BTreeMap::new(),
+            launches: BTreeMap::new(),
             page: Page::Tenants,
             sort,
             reverse: false,
@@ -137,6 +153,7 @@ impl Model {
             return;
         }
         self.before = denials(&self.data);
+        self.launches = rates(&self.data, &data);
         self.data = data;
         if let Page::Processes(name) = &self.page
             && self.tenant(name).is_none()
@@ -358,6 +375,11 @@ impl Model {
         before.map_or(0, |before| gpu.denials.saturating_sub(*before))
     }
 
+    /// Launches a second, of a tenant with a launch budget.
+    pub fn launches(&self, tenant: &Tenant) -> Option<f64> {
+        self.launches.get(&tenant.name).copied()
+    }
+
     /// Where the selection is.
     pub fn position(&self, rows: &[Row<'_>]) -> Option<usize> {
         let name = self.selected.as_deref()?;
@@ -427,6 +449,28 @@ fn denials(data: &Data) -> BTreeMap<(String, u32), u64> {
         .collect()
 }
 
+#[expect(
+    clippy::cast_precision_loss,
+    reason = "shown with no digits after the point"
+)]
+fn rates(old: &Data, new: &Data) -> BTreeMap<String, f64> {
+    let count = |tenant: &Tenant| Some((tenant.name.clone(), tenant.launch.as_ref()?.launches));
+    let before: BTreeMap<String, u64> = old.tenants.iter().filter_map(count).collect();
+    let seconds = new
+        .at
+        .saturating_duration_since(old.at)
+        .as_secs_f64()
+        .max(0.001);
+    new.tenants
+        .iter()
+        .filter_map(count)
+        .filter_map(|(name, launches)| {
+            let since = launches.saturating_sub(*before.get(&name)?);
+            Some((name, since as f64 / seconds))
+        })
+        .collect()
+}
+
 fn used(tenant: &Tenant) -> u64 {
     tenant.gpus.iter().map(|gpu| gpu.memory_used).sum()
 }
@@ -475,6 +519,7 @@ pub(super) mod tests {
         Data {
             gpus: data.0,
             tenants: data.1,
+            at: Instant::now(),
         }
     }
 
@@ -626,6 +671,21 @@ pub(super) mod tests {
         let mut fresh = Model::new(Sort::Used, String::new());
         fresh.show(data.clone());
         assert_eq!(fresh.new_denials(&name, &data.tenants[0].gpus[0]), 0);
+    }
+
+    #[test]
+    fn launches_are_counted_by_the_time_between_two_answers() {
+        let mut model = model();
+        let mut data = example();
+        let vision = |data: &Data| data.tenants[3].clone();
+        assert_eq!(model.launches(&vision(&data)), None, "a first answer");
+        data.at = model.data.at + std::time::Duration::from_secs(2);
+        let launch = data.tenants[3].launch.as_mut().expect("a launch budget");
+        launch.launches += 500;
+        let now = vision(&data);
+        model.show(data);
+        let rate = model.launches(&now).expect("known");
+        assert!((rate - 250.0).abs() < 1.0, "{rate}");
     }
 
     #[test]

@@ -194,8 +194,8 @@ struct Columns {
 impl Columns {
     fn new(width: usize) -> Self {
         let wide = width >= WIDE;
-        // Sign, GPU, percentage, used, high, max and denied with their gaps; peak, processes and class.
-        let fixed = 43 + if wide { 30 } else { 0 };
+        // Sign, GPU, percentage, used, high, max, denied and time with their gaps; peak, processes, launches, class.
+        let fixed = 49 + if wide { 40 } else { 0 };
         let rest = width.saturating_sub(fixed).max(16);
         let name = (rest * 11 / 20).min(40);
         Self {
@@ -209,12 +209,16 @@ impl Columns {
         let name = self.name;
         let bar = self.bar + 5;
         let mut text = format!(
-            "  {:name$} GPU {:bar$} {:>7} {:>7} {:>7} {:>6}",
-            "TENANT", "OF MAX", "USED", "HIGH", "MAX", "DENIED"
+            "  {:name$} GPU {:bar$} {:>7} {:>7} {:>7} {:>6} {:>5}",
+            "TENANT", "OF MAX", "USED", "HIGH", "MAX", "DENIED", "TIME"
         );
         if self.wide {
             // Writing to a string cannot fail.
-            let _ = write!(text, " {:>7} {:>5}  {:15}", "PEAK", "PROCS", "CLASS");
+            let _ = write!(
+                text,
+                " {:>7} {:>5} {:>9}  {:15}",
+                "PEAK", "PROCS", "LAUNCH/S", "CLASS"
+            );
         }
         Line::from(look.span(text, Tone::Strong))
     }
@@ -327,8 +331,10 @@ fn tenant_line(
                 Tone::Plain
             },
         ),
+        look.span(format!(" {:>5}", time_share(gpu)), Tone::Plain),
     ];
     if columns.wide {
+        let launches = model.launches(row.tenant).filter(|_| first);
         let class = if first {
             row.tenant.class.as_deref().unwrap_or("-")
         } else {
@@ -336,9 +342,10 @@ fn tenant_line(
         };
         spans.push(look.span(
             format!(
-                " {:>7} {:>5}  {}",
+                " {:>7} {:>5} {:>9}  {}",
                 size(gpu.memory_peak),
                 gpu.processes.len(),
+                launches.map_or_else(String::new, |rate| format!("{rate:.0}")),
                 cut(&clean(class), 15)
             ),
             Tone::Plain,
@@ -347,12 +354,26 @@ fn tenant_line(
     Line::from(spans)
 }
 
+/// Part of the GPU's time in the last ten seconds.
+fn time_share(gpu: &TenantGpu) -> String {
+    gpu.time.as_ref().map_or_else(
+        || "-".to_owned(),
+        |time| format!("{:.0}%", time.share_10s * 100.0),
+    )
+}
+
 /// The sign before a line, so that nothing is told by colour alone.
 fn condition(model: &Model, row: &Row<'_>, gpu: &TenantGpu) -> (char, Tone) {
     let above = |limit: Option<u64>| limit.is_some_and(|limit| gpu.memory_used > limit);
     let full = gpu.memory_used > 0 && gpu.memory_max == Some(gpu.memory_used);
+    let frozen = gpu
+        .time
+        .as_ref()
+        .is_some_and(|time| !time.frozen.is_empty());
     if above(gpu.memory_max) {
         ('x', Tone::Bad)
+    } else if frozen {
+        ('F', Tone::Warn)
     } else if full || model.new_denials(&row.tenant.name, gpu) > 0 {
         ('!', Tone::Bad)
     } else if above(gpu.memory_high) {
@@ -438,7 +459,8 @@ fn help() -> Vec<Line<'static>> {
         "mark is memory.high. Use includes that of nested tenants, which stand below.",
         "",
         "  x  above memory.max: nothing could refuse it      !  full, or refused just now",
-        "  ^  above memory.high",
+        "  ^  above memory.high                              F  frozen",
+        "  TIME is the part of the GPU's time in the last ten seconds.",
         "",
         "  Up Down k j, PgUp PgDn, Home End    select",
         "  Enter Right                         processes of the selected tenant",
