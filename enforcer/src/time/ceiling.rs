@@ -1,28 +1,28 @@
 //! Ceilings on GPU time: pure.
 //!
-//! A tenant with a ceiling runs for a part of every period and is frozen for the rest. [`Ceiling`] says how long
-//! the part is: the ceiling itself to begin with, and then as much more as the tenant does not turn into GPU
-//! time, because it has little work or because it shares the GPU. [`starts`] spreads the parts of several tenants,
-//! so that one runs while the other is frozen.
+//! A tenant with a ceiling runs for that part of every period and is frozen for the rest; one that leaves the GPU
+//! alone is left alone too. [`starts`] spreads the parts of several tenants, so that one runs while the other is
+//! frozen.
+//!
+//! The part is the ceiling itself, and no measurement makes it longer. NVML tells less of a process that is frozen
+//! in between than it used (on an H200 12 % where it was 40 %), so a loop closed on it would let the tenant run for
+//! far more than its ceiling. Beside others that want the GPU, a tenant gets its weight's share of its part.
 
 use std::time::Duration;
 
-/// A measurement that shows this much more GPU time per thawed time than was believed counts at once.
-const JUMP: f64 = 0.2;
-/// How much of a smaller difference is believed per measurement.
-const TRUST: f64 = 0.3;
-/// Thawed time that a tenant cannot turn into more GPU time than this factor. A freeze takes effect up to a
-/// millisecond late, so it can be above 1; measurements beyond are errors.
-const MOST_YIELD: f64 = 1.25;
 /// A part of the period shorter than this is not worth the two controls that it costs.
 const LEAST_PART: f64 = 0.01;
+/// A part of a measured span below this is none.
+const IDLE: f64 = 0.001;
+/// Measurements in a row without any use after which a tenant is left alone.
+const QUIET: u32 = 3;
 
 /// Controller of one ceiling.
 #[derive(Clone, Debug)]
 pub struct Ceiling {
     limit: f64,
-    /// GPU time that the tenant gets out of thawed time.
-    gain: f64,
+    /// Measurements in a row in which the tenant did not use the GPU.
+    quiet: u32,
     /// Seconds of thawed time that the tenant had too little, because the thread came late; negative: too much.
     owed: f64,
 }
@@ -32,7 +32,7 @@ impl Ceiling {
     pub fn new(limit: f64) -> Self {
         Self {
             limit: limit.clamp(LEAST_PART, 1.0),
-            gain: 1.0,
+            quiet: 0,
             owed: 0.0,
         }
     }
@@ -42,40 +42,31 @@ impl Ceiling {
         self.limit
     }
 
-    /// Changes the ceiling and keeps what was learned.
+    /// Changes the ceiling.
     pub fn set_limit(&mut self, limit: f64) {
         self.limit = limit.clamp(LEAST_PART, 1.0);
     }
 
-    /// Takes a measurement: of a span, the part in which the tenant was thawed, and the part in which it had the
-    /// GPU.
-    ///
-    /// More GPU time than expected is acted on at once, less is believed slowly: too little for a moment is made
-    /// up for, too much is not.
-    pub fn measured(&mut self, thawed: f64, busy: f64) {
-        if thawed < LEAST_PART {
-            return;
-        }
-        let seen = (busy / thawed).clamp(0.0, MOST_YIELD);
-        if seen > self.gain + JUMP {
-            self.gain = seen;
+    /// Takes a measurement: of a span, the part in which the tenant had the GPU.
+    pub fn measured(&mut self, busy: f64) {
+        self.quiet = if busy < IDLE {
+            self.quiet.saturating_add(1)
         } else {
-            self.gain += TRUST * (seen - self.gain);
-        }
+            0
+        };
     }
 
-    /// Without measurements a tenant is taken to use all the time it gets.
+    /// Without measurements a tenant is taken to want all the time it gets.
     pub fn unmeasured(&mut self) {
-        self.gain = self.gain.max(1.0);
+        self.quiet = 0;
     }
 
     /// The part of a period in which the tenant may run; 1 means that it need not be frozen at all.
     pub fn part(&self) -> f64 {
-        let part = self.limit / self.gain.max(LEAST_PART);
-        if part > 1.0 - LEAST_PART {
+        if self.quiet >= QUIET || self.limit > 1.0 - LEAST_PART {
             1.0
         } else {
-            part.max(LEAST_PART)
+            self.limit
         }
     }
 
@@ -162,37 +153,26 @@ mod tests {
 
     const PERIOD: Duration = Duration::from_millis(100);
 
-    /// A tenant that turns `appetite` of the time it is thawed into GPU time.
-    fn settle(ceiling: &mut Ceiling, appetite: f64, rounds: usize) -> f64 {
-        for _ in 0..rounds {
-            let part = ceiling.part();
-            ceiling.measured(part, part * appetite);
-        }
-        ceiling.part() * appetite
-    }
-
     #[test]
-    fn a_saturating_tenant_has_its_ceiling_from_the_first_period_on() {
+    fn a_tenant_that_uses_the_gpu_has_its_ceiling_whatever_is_measured() {
         for limit in [0.25, 0.5, 0.75] {
             let mut ceiling = Ceiling::new(limit);
-            assert_eq!(ceiling.span(PERIOD), PERIOD.mul_f64(limit));
-            assert!((settle(&mut ceiling, 1.0, 100) - limit).abs() < 1e-9);
+            for busy in [0.9, 0.002, 0.1, 0.5] {
+                assert_eq!(ceiling.span(PERIOD), PERIOD.mul_f64(limit));
+                ceiling.measured(busy);
+            }
         }
     }
 
     #[test]
-    fn freezes_that_take_effect_late_are_made_up_for() {
+    fn who_leaves_the_gpu_alone_is_left_alone_until_it_comes_back() {
         let mut ceiling = Ceiling::new(0.5);
-        assert!((settle(&mut ceiling, 1.03, 50) - 0.5).abs() < 0.001);
-    }
-
-    #[test]
-    fn a_tenant_below_its_ceiling_is_left_alone_until_it_bursts() {
-        let mut ceiling = Ceiling::new(0.5);
-        settle(&mut ceiling, 0.3, 50);
+        for _ in 0..QUIET {
+            assert_eq!(ceiling.span(PERIOD), PERIOD / 2);
+            ceiling.measured(0.0);
+        }
         assert_eq!(ceiling.span(PERIOD), PERIOD);
-        // One measurement of more than that is enough.
-        ceiling.measured(1.0, 1.0);
+        ceiling.measured(0.3);
         assert_eq!(ceiling.span(PERIOD), PERIOD / 2);
     }
 
@@ -211,7 +191,9 @@ mod tests {
     #[test]
     fn without_measurements_the_ceiling_is_the_part() {
         let mut ceiling = Ceiling::new(0.4);
-        settle(&mut ceiling, 0.1, 50);
+        for _ in 0..QUIET {
+            ceiling.measured(0.0);
+        }
         ceiling.unmeasured();
         assert!((ceiling.part() - 0.4).abs() < 1e-9);
     }
@@ -230,40 +212,17 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever part of its time the tenant turns into GPU time, it converges to the ceiling or to all it
-        /// wants, and stays there.
+        /// No sequence of measurements lets a tenant run for more than its ceiling while it uses the GPU.
         #[test]
-        fn it_converges_and_does_not_oscillate(
-            limit in 0.01..1.0f64,
-            before in 0.0..1.1f64,
-            appetite in 0.05..1.1f64,
+        fn no_measurement_lengthens_the_part(
+            limit in 0.01..0.98f64,
+            busy in prop::collection::vec(0.0..1.1f64, 1..50),
         ) {
             let mut ceiling = Ceiling::new(limit);
-            settle(&mut ceiling, before, 20);
-            settle(&mut ceiling, appetite, 60);
-            let got = ceiling.part() * appetite;
-            let wanted = limit.min(appetite);
-            prop_assert!((got - wanted).abs() < 0.02, "{got} for {wanted}");
-            let mut previous = ceiling.part();
-            for _ in 0..20 {
-                settle(&mut ceiling, appetite, 1);
-                prop_assert!((ceiling.part() - previous).abs() < 0.01);
-                previous = ceiling.part();
+            for busy in busy {
+                ceiling.measured(busy);
+                prop_assert!(busy < IDLE || ceiling.part() <= limit);
             }
-        }
-
-        /// Noise of the measurement does not push a tenant away from its ceiling.
-        #[test]
-        fn noise_averages_out(limit in 0.2..0.9f64, noise in prop::collection::vec(-0.05..0.05f64, 200)) {
-            let mut ceiling = Ceiling::new(limit);
-            let mut sum = 0.0;
-            for error in &noise {
-                let part = ceiling.part();
-                ceiling.measured(part, (part + error * part).max(0.0));
-                sum += part;
-            }
-            let mean = sum / 200.0;
-            prop_assert!((mean - limit).abs() < 0.02, "{mean} for {limit}");
         }
 
         /// However late the thread is, over many periods the thawed time is what was planned.

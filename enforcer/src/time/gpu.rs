@@ -19,6 +19,8 @@ use super::{
 const LINGER: Duration = Duration::from_secs(1);
 /// What a switch from one process to another takes on an H200.
 const SWITCH: Duration = Duration::from_micros(200);
+/// Longest moment for which a tenant that starved runs.
+const MOST_BREATH: Duration = Duration::from_millis(5);
 /// Ceilings are compared with measurements of at least so long, and of ten periods.
 const LEAST_MEASURED: Duration = Duration::from_secs(1);
 /// Longest memory of when a tenant was frozen.
@@ -179,6 +181,21 @@ impl Gpu {
         }
     }
 
+    /// Processes of exclusive tenants, if there is anybody of a lower class.
+    pub fn privileged(&self, rules: &Rules, gpu: u32) -> Vec<u32> {
+        let residents = self.residents(rules, gpu);
+        let lowest = residents.values().map(|rule| rule.priority).min();
+        self.members
+            .iter()
+            .filter(|member| {
+                residents
+                    .get(&member.tenant)
+                    .is_some_and(|rule| rule.exclusive && Some(rule.priority) > lowest)
+            })
+            .map(|member| member.tgid)
+            .collect()
+    }
+
     fn is_active(&self, tgid: u32, now: Duration) -> bool {
         self.active_until
             .get(&tgid)
@@ -329,9 +346,7 @@ impl Gpu {
                 continue;
             }
             let busy = account.meter.between(from, to).as_secs_f64() / length.as_secs_f64();
-            capped
-                .ceiling
-                .measured(1.0 - account.frozen_part(from, to), busy);
+            capped.ceiling.measured(busy);
         }
     }
 
@@ -481,7 +496,8 @@ impl Gpu {
                 })
             })
             .collect();
-        let breath = Duration::from_micros(context.round_us);
+        // Shorter than a hundredth of the usual `starve-max`: who is exclusive does not feel it in its p99.
+        let breath = Duration::from_micros(context.round_us).min(MOST_BREATH);
         let orders = self.door.decide(now, breath, &all);
         for tenant in orders.out {
             self.held
