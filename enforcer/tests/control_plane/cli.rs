@@ -102,7 +102,11 @@ fn a_tenant_is_frozen_and_thawed() {
     let output = daemon.ctl(&["thaw", "vision"]);
     assert_eq!(stdout(&output), "vision goes on.\n");
     fails(&daemon.ctl(&["freeze", "nobody"]), 1, "no tenant named");
-    fails(&daemon.ctl(&["freeze", "vision", "--gpu", "7"]), 1, "no GPU");
+    fails(
+        &daemon.ctl(&["freeze", "vision", "--gpu", "7"]),
+        1,
+        "no GPU",
+    );
 }
 
 #[test]
