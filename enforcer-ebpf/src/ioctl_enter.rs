@@ -3,7 +3,11 @@
 //! Runs for every ioctl of the host, so the tests come in the order of their price: number and size of the
 //! command first, then the file behind the fd, and only then the caller's memory.
 
-use aya_ebpf::{macros::tracepoint, programs::TracePointContext};
+use aya_ebpf::{
+    macros::{map, tracepoint},
+    maps::PerCpuArray,
+    programs::TracePointContext,
+};
 use gpuquota_common::{
     event::{self, Event},
     map::{
@@ -67,10 +71,16 @@ fn enter(outer: IoctlCmd, outer_arg: u64, fd: u32) {
         at = (outer, outer_arg);
         decoded = Call { call: call::UNREADABLE, ..Call::default() };
     }
-    let (cmd, arg) = at;
     if decoded.call == 0 {
         return;
     }
+    let Some(Decoded { call: decoded, cmd, arg }) = forget_paths(&Decoded {
+        call: decoded,
+        cmd: u32::from(at.0.nr) | u32::from(at.0.size) << 16,
+        arg: at.1,
+    }) else {
+        return;
+    };
     count(counter::DECODED);
     let cgroup = task::cgroup();
     let tenant = task::tenant(&settings, cgroup);
@@ -85,7 +95,7 @@ fn enter(outer: IoctlCmd, outer_arg: u64, fd: u32) {
         wanted: decoded.wanted,
         granted: decoded.granted,
         cgroup,
-        cmd: u32::from(cmd.nr) | u32::from(cmd.size) << 16,
+        cmd,
         call: decoded.call,
         tenant,
         gpu: gpu_of(&settings, &decoded),
@@ -122,6 +132,32 @@ fn enter(outer: IoctlCmd, outer_arg: u64, fd: u32) {
             flight.gpu,
             flight.reserved,
         );
+    }
+}
+
+/// A call as it was decoded.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Decoded {
+    call: Call,
+    /// Escape number and size, `nr | size << 16`.
+    cmd: u32,
+    arg: u64,
+}
+
+/// One place per CPU; programs of tracepoints are not preempted by each other.
+#[map]
+static DECODED: PerCpuArray<Decoded> = PerCpuArray::with_max_entries(1, 0);
+
+/// Returns what it is given, by way of a map: the verifier then knows nothing of how it came about, and looks at what
+/// follows once instead of once for every way to decode a call. Loading takes an eighth of the time.
+#[inline(always)]
+fn forget_paths(decoded: &Decoded) -> Option<Decoded> {
+    let slot = DECODED.get_ptr_mut(0)?;
+    // SAFETY: the slot is this CPU's own. Volatile, so that the compiler does not see through it.
+    unsafe {
+        core::ptr::write_volatile(slot, *decoded);
+        Some(core::ptr::read_volatile(slot))
     }
 }
 

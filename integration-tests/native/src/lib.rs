@@ -116,7 +116,7 @@ impl Bed {
              bpf-directory = \"{bpf}\"\n\
              [policy]\nvendor = \"{scratch}/none\"\nadmin = \"{scratch}/etc\"\n\
              [gpu]\ndevice-dir = \"{devices}\"\nnvml-library = \"{libraries}/libnvidia-ml.so.1\"\n\
-             [enforcement]\nreconcile-interval = \"200ms\"\nlistener-timeout = \"2s\"\n",
+             [enforcement]\nreconcile-interval = \"200ms\"\nlistener-timeout = \"5s\"\n",
             bus = self.bus(),
             scratch = scratch.display(),
             bpf = self.bpf_directory().display(),

@@ -133,12 +133,12 @@ fn calls_wait_for_a_daemon_and_are_refused_if_none_comes() {
     thread::sleep(Duration::from_millis(500));
     bed.start();
     assert_eq!(actor.answer(), "allocated 536870912");
-    // … and not for ever: listener-timeout is two seconds here.
+    // … and not for ever: listener-timeout is five seconds here, and libcuda asks twice.
     bed.signal_daemon(libc::SIGKILL);
     let asked = Instant::now();
     let answer = actor.tell("alloc 64MiB");
     assert!(answer.starts_with("out of memory"), "{answer}");
-    assert!(asked.elapsed() < Duration::from_secs(10), "{:?}", asked.elapsed());
+    assert!(asked.elapsed() < Duration::from_secs(30), "{:?}", asked.elapsed());
     bed.start();
     let end = Instant::now() + Duration::from_secs(5);
     while !actor.tell("alloc 64MiB").starts_with("allocated") {
