@@ -1,6 +1,6 @@
 //! GPU time: what the enforcer tells the time thread, and asks it.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, sync::Arc};
 
 use gpuquota_policy::format_duration;
 
@@ -13,10 +13,11 @@ use crate::{
 
 impl Enforcer {
     /// Starts to keep GPU time. What an earlier daemon left frozen is thawed before this returns.
-    pub(super) fn start_time(&self) -> Result<(), EnforcerError> {
+    pub(super) fn start_time(self: &Arc<Self>) -> Result<(), EnforcerError> {
         if !self.known_driver {
             return Ok(());
         }
+        let launches = Arc::clone(&self.launches);
         self.time
             .start(Parts {
                 kernel: self.kernel.clone(),
@@ -27,6 +28,7 @@ impl Enforcer {
                     period: self.config.time.period,
                 },
                 library: self.config.gpu.nvml_library.clone(),
+                last_launch: Box::new(move |tgid| launches.last_launch(tgid)),
             })
             .map_err(system("starting the time thread"))?;
         self.tell_time_rules();

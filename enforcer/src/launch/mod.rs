@@ -22,6 +22,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, mpsc},
+    time::Duration,
 };
 
 use gpuquota_common::map::MAX_TENANTS;
@@ -162,6 +163,13 @@ impl Launches {
             // A thread that has ended needs no news.
             let _ = inbox.send(message);
         }
+    }
+
+    /// When a process launched last, on `CLOCK_MONOTONIC`; `None` if it has no probes.
+    pub fn last_launch(&self, tgid: u32) -> Option<Duration> {
+        let slot = lock(&self.shown).get(&tgid)?.slot;
+        let calls = self.kernel.launch().record.calls(slot).ok()?;
+        Some(Duration::from_nanos(calls.last_ns))
     }
 
     /// The launches of a tenant; `None` if no budget holds for it.

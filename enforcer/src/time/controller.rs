@@ -39,13 +39,16 @@ const INBOX: usize = 16384;
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How often what users see is written anew.
 const PUBLISH: Duration = Duration::from_millis(200);
+/// How often launches are looked at while somebody would have to make room for them.
+const LAUNCH_POLL: Duration = Duration::from_millis(2);
+/// Who has launched counts as active for so long; longer use of the GPU is seen by NVML.
+const LAUNCH_LINGER: Duration = Duration::from_millis(50);
 
 enum Message {
     Event(Event),
     Rules(Rules),
     Resync,
     Utilization(Utilization),
-    Launched(u32, Duration),
     Hold(Hold),
     Stranger(Place, u32, String),
     Ended(u32),
@@ -107,7 +110,12 @@ pub struct Parts {
     pub settings: Settings,
     /// The NVML library.
     pub library: Option<PathBuf>,
+    /// When a process launched last, on `CLOCK_MONOTONIC`, if its launches are counted.
+    pub last_launch: LastLaunch,
 }
+
+/// Tells when a process launched last.
+pub type LastLaunch = Box<dyn Fn(u32) -> Option<Duration> + Send>;
 
 /// The thread, seen from outside. Does nothing until it is started.
 pub struct TimeControl {
@@ -204,11 +212,6 @@ impl TimeControl {
         }
     }
 
-    /// A process launched work: its tenant counts as active for `linger`.
-    pub fn launched(&self, tgid: u32, linger: Duration) {
-        self.tell(Message::Launched(tgid, linger));
-    }
-
     /// A process that was there before the daemon is out of reach.
     pub fn stranger(&self, gpu: u32, tgid: u32, tenant: u32, why: String) {
         self.tell(Message::Stranger(Place { gpu, tgid }, tenant, why));
@@ -294,6 +297,7 @@ struct Worker {
     divided: BTreeSet<u32>,
     unknown: BTreeMap<u32, String>,
     published: Option<Duration>,
+    last_launch: LastLaunch,
 }
 
 impl Worker {
@@ -303,6 +307,7 @@ impl Worker {
             processes,
             node,
             settings,
+            last_launch,
             ..
         } = parts;
         Self {
@@ -315,6 +320,7 @@ impl Worker {
             divided: BTreeSet::new(),
             unknown: BTreeMap::new(),
             published: None,
+            last_launch,
         }
     }
 
@@ -343,7 +349,11 @@ impl Worker {
             if self.shared.resync.swap(false, Ordering::Relaxed) {
                 self.engine.replace(self.kernel.objects());
             }
+            let probed = self.look_at_launches();
             wait = self.engine.step(&mut self.levers);
+            if probed {
+                wait = wait.min(LAUNCH_POLL);
+            }
             for hold in holds {
                 // Who asked may have gone.
                 let _ = hold.done.try_send(self.outcome(&hold));
@@ -359,6 +369,19 @@ impl Worker {
         self.engine.thaw_all(&mut self.levers);
     }
 
+    /// Sees at once when a tenant launches for whom others have to make room, as far as launches are counted. Whether
+    /// there are such tenants.
+    fn look_at_launches(&mut self) -> bool {
+        let mut probed = false;
+        for tgid in self.engine.privileged() {
+            if let Some(last) = (self.last_launch)(tgid) {
+                probed = true;
+                self.engine.launched(tgid, last, LAUNCH_LINGER);
+            }
+        }
+        probed
+    }
+
     fn take(&mut self, message: Message) {
         let now = self.levers.now();
         match message {
@@ -369,7 +392,6 @@ impl Worker {
             }
             Message::Resync => self.engine.replace(self.kernel.objects()),
             Message::Utilization(news) => self.utilization(news, now),
-            Message::Launched(tgid, linger) => self.engine.launched(tgid, now, linger),
             Message::Stranger(place, tenant, why) => {
                 self.engine.stranger(place, tenant, why);
                 self.published = None;

@@ -28,6 +28,8 @@ const IDLE: Duration = Duration::from_millis(250);
 const REASSERT: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(60)];
 /// A process that could not be controlled is tried again after this time.
 const TRY_AGAIN: Duration = Duration::from_secs(10);
+/// Changes of the same thing within this time are undone together.
+const MERGE: Duration = Duration::from_millis(10);
 
 /// Ways to act on a process, and the time.
 pub trait Levers {
@@ -68,6 +70,15 @@ pub struct Uncontrolled {
     again: Duration,
 }
 
+/// What a tenant has changed itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Changed {
+    /// The slice or the scheduling of a channel group.
+    Group(ObjectKey),
+    /// Channels were disabled or enabled: anybody's, since the driver does not ask whose they are.
+    Channels,
+}
+
 /// The state machine.
 pub struct Engine {
     settings: Settings,
@@ -86,9 +97,13 @@ pub struct Engine {
     strangers: BTreeMap<Place, (u32, String)>,
     /// Places that were reported as not controllable.
     reported: BTreeSet<Place>,
-    /// Objects that tenants have changed themselves: to be set again, and when.
-    changed: Vec<(Duration, ObjectKey)>,
+    /// What tenants have changed themselves: to be set again, and when.
+    changed: Vec<(Duration, Changed)>,
+    /// Places whose channels somebody may have disabled or enabled.
+    unsure: BTreeSet<Place>,
     own_controls: BTreeMap<u32, u64>,
+    /// Processes that have disabled or enabled channels.
+    meddlers: BTreeSet<u32>,
     objects_changed: bool,
     slices_changed: bool,
 }
@@ -109,7 +124,9 @@ impl Engine {
             strangers: BTreeMap::new(),
             reported: BTreeSet::new(),
             changed: Vec::new(),
+            unsure: BTreeSet::new(),
             own_controls: BTreeMap::new(),
+            meddlers: BTreeSet::new(),
             objects_changed: false,
             slices_changed: false,
         }
@@ -150,12 +167,25 @@ impl Engine {
         if command != ctrl::TSG_GPFIFO_SCHEDULE {
             *self.own_controls.entry(tgid).or_default() += 1;
         }
+        let changed = if command == ctrl::FIFO_DISABLE_CHANNELS {
+            if self.meddlers.insert(tgid) {
+                warn!(
+                    tgid,
+                    "disables or enables channels itself: what should hold is set again"
+                );
+            }
+            Changed::Channels
+        } else {
+            Changed::Group(object)
+        };
         for delay in REASSERT {
-            self.changed.push((now + delay, object));
-        }
-        // A tenant that does nothing else is answered once, not once each time.
-        if self.changed.len() > 4096 {
-            self.changed.drain(..2048);
+            // A tenant that does nothing else is answered once each time, not as often as it asks.
+            let waits = self.changed.iter().any(|(due, waiting)| {
+                *waiting == changed && *due <= now + delay && *due + MERGE > now + delay
+            });
+            if !waits {
+                self.changed.push((now + delay, changed));
+            }
         }
     }
 
@@ -196,7 +226,15 @@ impl Engine {
         self.gpus.entry(gpu).or_default().unmeasured();
     }
 
-    /// A process launched work; it counts as active for `linger`.
+    /// Processes of exclusive tenants for whom others would have to make room.
+    pub fn privileged(&self) -> Vec<u32> {
+        self.gpus
+            .iter()
+            .flat_map(|(gpu, state)| state.privileged(&self.rules, *gpu))
+            .collect()
+    }
+
+    /// A process launched work at `now`; it counts as active for `linger`.
     pub fn launched(&mut self, tgid: u32, now: Duration, linger: Duration) {
         for gpu in self.gpus.values_mut() {
             gpu.launched(tgid, now, linger);
@@ -327,6 +365,7 @@ impl Engine {
             .retain(|place, _| self.places.contains_key(place));
         let processes = self.registry.processes();
         self.own_controls.retain(|tgid, _| processes.contains(tgid));
+        self.meddlers.retain(|tgid| processes.contains(tgid));
         let mut members: BTreeMap<u32, Vec<Member>> =
             self.gpus.keys().map(|gpu| (*gpu, Vec::new())).collect();
         for (place, helds) in &self.places {
@@ -351,27 +390,31 @@ impl Engine {
 
     /// What tenants have changed themselves counts as not set.
     fn take_back_own_controls(&mut self, now: Duration) {
-        let due: BTreeSet<ObjectKey> = self
+        let due: BTreeSet<Changed> = self
             .changed
             .iter()
             .filter(|(due, _)| *due <= now)
-            .map(|(_, key)| *key)
+            .map(|(_, changed)| *changed)
             .collect();
         if due.is_empty() {
             return;
         }
         self.changed.retain(|(due, _)| *due > now);
-        for key in due {
-            self.slices
-                .retain(|(_, client, group), _| (*client, *group) != (key.client, key.handle));
-            for (place, channels) in &mut self.frozen {
-                let of_client = self
-                    .places
-                    .get(place)
-                    .is_some_and(|helds| helds.iter().any(|held| held.client == key.client));
-                if of_client {
-                    channels.clear();
+        for changed in due {
+            match changed {
+                Changed::Group(key) => {
+                    self.slices.retain(|(_, client, group), _| {
+                        (*client, *group) != (key.client, key.handle)
+                    });
+                    let of_client = self
+                        .places
+                        .iter()
+                        .filter(|(_, helds)| helds.iter().any(|held| held.client == key.client))
+                        .map(|(place, _)| *place);
+                    self.unsure
+                        .extend(of_client.filter(|place| self.frozen.contains_key(place)));
                 }
+                Changed::Channels => self.unsure.extend(self.places.keys()),
             }
         }
         self.slices_changed = true;
@@ -445,13 +488,15 @@ impl Engine {
                 };
                 let wanted = !state.reasons(&self.rules, member.tenant).is_empty();
                 let frozen = self.frozen.get(&place);
-                if wanted && frozen != Some(&channels(&self.places, place)) {
+                let unsure = self.unsure.contains(&place);
+                if wanted && (unsure || frozen != Some(&channels(&self.places, place))) {
                     freeze.push(place);
-                } else if !wanted && frozen.is_some() {
+                } else if !wanted && (unsure || frozen.is_some()) {
                     thaw.push(place);
                 }
             }
         }
+        self.unsure.clear();
         // Whoever is frozen and is nobody's any more: its tenant left the policy.
         for place in self.frozen.keys() {
             let governed = self.gpus.get(&place.gpu).is_some_and(|state| {

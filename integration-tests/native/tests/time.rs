@@ -443,3 +443,26 @@ fn stranger_in(bed: &Bed, tenant: &str) -> Actor {
     bed.hierarchy().attach(&cgroup, actor.pid()).expect("moved");
     actor
 }
+
+#[test]
+fn an_exclusive_tenant_whose_launches_are_counted_is_seen_at_once() {
+    let bed = Bed::new(
+        "[class.urgent]\npriority = 200\nexclusive = true\n\
+         [tenant.a]\ncgroup = \"@/a.slice\"\nclass = \"urgent\"\nlaunch.max = \"1M/s\"\n\
+         [tenant.b]\ncgroup = \"@/b.slice\"\nclass = \"best-effort\"\ntime.starve-max = \"10s\"\n",
+    );
+    let (mut actors, pids) = actors(&bed, &["a", "b"]);
+    actors[1].order(&format!("{SATURATE} 6s"));
+    // The context that it has made is forgotten.
+    wait_for("the other one's work", Duration::from_secs(3), || {
+        used_in(&bed, &pids, Duration::from_millis(100))[1] > 80.0
+    });
+    let start = Instant::now();
+    actors[0].order("launch --rate 2000/s --kernel-us 25 --for 500ms");
+    let took = wait_for("the other one frozen", Duration::from_secs(1), || disabled(&bed, pids[1]) == (20, 20));
+    println!("frozen {took:?} after the order to launch");
+    assert!(took < Duration::from_millis(150), "{took:?}");
+    let answer = actors[0].answer();
+    assert!(answer.starts_with("launched") && start.elapsed() < Duration::from_secs(2), "{answer}");
+    wait_for("thawed", Duration::from_secs(3), || disabled(&bed, pids[1]) == (0, 20));
+}
