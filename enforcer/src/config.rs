@@ -564,37 +564,24 @@ impl File {
 
         set(&mut config.gpu.device_dir, self.gpu.device_dir);
         set_some(&mut config.gpu.nvml_library, self.gpu.nvml_library);
-        if let Some(versions) = self.gpu.accept_driver {
-            for version in &versions {
-                if !is_driver_version(version.get_ref()) {
-                    problems.push(Problem::new(
-                        source,
-                        Some(version.span()),
-                        "no driver version; allowed are numbers with dots, such as \"580.95.05\"",
-                    ));
-                }
-            }
-            config.gpu.accept_driver = versions.into_iter().map(Spanned::into_inner).collect();
-        }
+        set(
+            &mut config.gpu.accept_driver,
+            self.gpu
+                .accept_driver
+                .map(|versions| driver_versions(versions, source, problems)),
+        );
 
         set(&mut config.enforcement.memory, self.enforcement.memory);
         set(
             &mut config.enforcement.ungoverned,
             self.enforcement.ungoverned,
         );
-        if let Some(paths) = self.enforcement.ungoverned_exempt {
-            for path in &paths {
-                if !is_cgroup_path(path.get_ref()) {
-                    problems.push(Problem::new(
-                        source,
-                        Some(path.span()),
-                        "no cgroup; allowed are absolute paths such as \"/system.slice/dcgm.service\"",
-                    ));
-                }
-            }
-            config.enforcement.ungoverned_exempt =
-                paths.into_iter().map(Spanned::into_inner).collect();
-        }
+        set(
+            &mut config.enforcement.ungoverned_exempt,
+            self.enforcement
+                .ungoverned_exempt
+                .map(|paths| cgroup_paths(paths, source, problems)),
+        );
         set(
             &mut config.enforcement.daemon_loss,
             self.enforcement.daemon_loss,
@@ -667,6 +654,41 @@ impl File {
             millis(10)..=millis(10_000),
         );
     }
+}
+
+/// The versions, each of which is reported if it can be no driver's.
+fn driver_versions(
+    versions: Vec<Spanned<String>>,
+    source: &Source,
+    problems: &mut Vec<Problem>,
+) -> Vec<String> {
+    for version in versions
+        .iter()
+        .filter(|version| !is_driver_version(version.get_ref()))
+    {
+        problems.push(Problem::new(
+            source,
+            Some(version.span()),
+            "no driver version; allowed are numbers with dots, such as \"580.95.05\"",
+        ));
+    }
+    versions.into_iter().map(Spanned::into_inner).collect()
+}
+
+/// The paths, each of which is reported if it can be no cgroup's.
+fn cgroup_paths(
+    paths: Vec<Spanned<String>>,
+    source: &Source,
+    problems: &mut Vec<Problem>,
+) -> Vec<String> {
+    for path in paths.iter().filter(|path| !is_cgroup_path(path.get_ref())) {
+        problems.push(Problem::new(
+            source,
+            Some(path.span()),
+            "no cgroup; allowed are absolute paths such as \"/system.slice/dcgm.service\"",
+        ));
+    }
+    paths.into_iter().map(Spanned::into_inner).collect()
 }
 
 /// Absolute, and without parts that a cgroup's own path never has.

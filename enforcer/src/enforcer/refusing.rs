@@ -217,7 +217,7 @@ impl Enforcer {
             if is_meant {
                 match pidfd_send_signal(&handle, number) {
                     Ok(()) => {
-                        info!(pid, %signal, tenant = self.name_of(tenant), "above memory.high: signalled")
+                        info!(pid, %signal, tenant = self.name_of(tenant), "above memory.high: signalled");
                     }
                     Err(error) => warn!(pid, %error, "could not be signalled"),
                 }

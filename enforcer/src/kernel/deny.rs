@@ -120,15 +120,13 @@ impl Kernel {
                 Err(error) => return Err(error),
             }
         }
-        match pins {
-            Some(pins) => links
-                .into_iter()
-                .try_for_each(|(name, link)| replace_pin(&pins.link(name), link)),
-            None => {
-                lock(&self.deny_links).extend(links.into_iter().map(|(_, link)| link));
-                Ok(())
-            }
-        }
+        let Some(pins) = pins else {
+            lock(&self.deny_links).extend(links.into_iter().map(|(_, link)| link));
+            return Ok(());
+        };
+        links
+            .into_iter()
+            .try_for_each(|(name, link)| replace_pin(&pins.link(name), link))
     }
 
     /// Detaches what an earlier daemon attached and this one does not use.

@@ -38,18 +38,14 @@ impl Kernel {
         let code = program.fd().map_err(program_error(PROGRAM))?;
         let folder = File::open(root).map_err(failed)?;
         let link = link(code.as_fd(), folder.as_fd()).map_err(failed)?;
-        match pins {
-            Some(pins) => {
-                let path = pins.link(PROGRAM);
-                // The new link is in force already: nothing is open in between.
-                unpin(&path)?;
-                pin(&link, &path).map_err(|source| KernelError::Pin { path, source })
-            }
-            None => {
-                *lock(&self.device_link) = Some(link);
-                Ok(())
-            }
-        }
+        let Some(pins) = pins else {
+            *lock(&self.device_link) = Some(link);
+            return Ok(());
+        };
+        let path = pins.link(PROGRAM);
+        // The new link is in force already: nothing is open in between.
+        unpin(&path)?;
+        pin(&link, &path).map_err(|source| KernelError::Pin { path, source })
     }
 
     /// Detaches what an earlier daemon attached.
@@ -136,5 +132,5 @@ fn bpf<T>(command: u32, attr: &T) -> io::Result<i32> {
         return Err(io::Error::last_os_error());
     }
     // A descriptor or zero.
-    Ok(result as i32)
+    i32::try_from(result).map_err(io::Error::other)
 }
