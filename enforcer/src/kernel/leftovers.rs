@@ -19,12 +19,17 @@ pub struct Leftovers {
 impl Leftovers {
     /// Opens the maps; `None` if none are pinned.
     pub fn open(pins: &PinDir) -> Result<Option<Self>, KernelError> {
-        let (Some(frozen), Some(objects)) = (pinned(pins, "FROZEN")?, pinned(pins, "OBJECTS")?) else {
+        let (Some(frozen), Some(objects)) = (pinned(pins, "FROZEN")?, pinned(pins, "OBJECTS")?)
+        else {
             return Ok(None);
         };
         Ok(Some(Self {
-            frozen: Map::HashMap(frozen).try_into().map_err(map_error("FROZEN"))?,
-            objects: Map::HashMap(objects).try_into().map_err(map_error("OBJECTS"))?,
+            frozen: Map::HashMap(frozen)
+                .try_into()
+                .map_err(map_error("FROZEN"))?,
+            objects: Map::HashMap(objects)
+                .try_into()
+                .map_err(map_error("OBJECTS"))?,
         }))
     }
 
@@ -52,8 +57,10 @@ fn pinned(pins: &PinDir, name: &'static str) -> Result<Option<MapData>, KernelEr
     if !path.exists() {
         return Ok(None);
     }
-    MapData::from_pin(&path).map(Some).map_err(|source| KernelError::Pin {
-        path,
-        source: io::Error::other(source),
-    })
+    MapData::from_pin(&path)
+        .map(Some)
+        .map_err(|source| KernelError::Pin {
+            path,
+            source: io::Error::other(source),
+        })
 }
