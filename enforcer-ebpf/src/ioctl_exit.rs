@@ -100,14 +100,12 @@ fn status_is_ok(flight: &InFlight) -> bool {
     let Some(offset) = status_offset(cmd) else {
         return false;
     };
-    match Caller.word(flight.arg + offset as u64) {
-        Some(word) => word == status::OK,
-        None => {
-            // The driver has just written there. Charging is the safe reading.
-            count(counter::UNREADABLE);
-            true
-        }
+    if let Some(word) = Caller.word(flight.arg + offset as u64) {
+        return word == status::OK;
     }
+    // The driver has just written there. Charging is the safe reading.
+    count(counter::UNREADABLE);
+    true
 }
 
 #[inline(always)]

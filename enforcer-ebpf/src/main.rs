@@ -15,6 +15,10 @@
     clippy::cast_sign_loss,
     reason = "words from the kernel are taken apart by their documented widths"
 )]
+#![allow(
+    clippy::needless_pass_by_value,
+    reason = "aya's macros hand every program its context by value"
+)]
 
 mod adopt;
 mod atomic;
