@@ -26,7 +26,9 @@ clean_up() {
     for pid in "${pids[@]}"; do wait "$pid" 2>/dev/null || true; done
     "$bin/gpuquotad" --config "$dir/gpuquota.toml" --detach-all 2>/dev/null || true
     if [ -n "${cgroups:-}" ] && [ -d "$cgroups$top" ]; then
-        find "$cgroups$top" -name cgroup.procs -exec cat {} + 2>/dev/null | xargs -r kill -9 2>/dev/null || true
+        while read -r pid; do
+            kill -9 "$pid" 2>/dev/null || true
+        done < <(find "$cgroups$top" -name cgroup.procs -exec cat {} + 2>/dev/null)
         for _ in 1 2 3 4 5; do
             find "$cgroups$top" -depth -type d -exec rmdir {} + 2>/dev/null && break
             sleep 0.1
@@ -49,6 +51,13 @@ show() { # prints a command as an admin would type it, then runs it
     gpuquotactl) "$bin/gpuquotactl" --bus "peer:$dir/run/bus" "$@" ;;
     *) "$command" "$@" ;;
     esac 2>&1 | sed 's/^/    /'
+}
+wait_for() { # COMMAND...: until it succeeds, ten seconds at most
+    for _ in $(seq 200); do
+        if "$@"; then return 0; fi
+        sleep 0.05
+    done
+    return 1
 }
 tenant() { # TENANT STEP...: runs a workload in a tenant; its last line says how it went
     printf '  $ gpuquotactl run --tenant %s -- simtenant %s\n' "$1" "${*:2}"
@@ -75,7 +84,7 @@ else
     say "Two simulated GPUs of 16 GiB"
     "$bin/simgpu" --dir "$dir/dev" --libs "$dir/lib" </dev/null >"$dir/simgpu.log" 2>&1 &
     pids+=($!)
-    for _ in $(seq 100); do grep -q ready "$dir/simgpu.log" && break || sleep 0.05; done
+    wait_for grep -q ready "$dir/simgpu.log"
     devices=$dir/dev nvml="nvml-library = \"$dir/lib/libnvidia-ml.so.1\""
     export SIMGPU_DIR=$devices LD_LIBRARY_PATH=$dir/lib
 fi
@@ -109,8 +118,7 @@ sed 's/^/    /' "$dir/policy.d/50-teams.toml"
 
 "$bin/gpuquotad" --config "$dir/gpuquota.toml" </dev/null 2>"$dir/daemon.log" &
 pids+=($!)
-for _ in $(seq 200); do [ -S "$dir/run/bus" ] && break || sleep 0.05; done
-[ -S "$dir/run/bus" ] || {
+wait_for [ -S "$dir/run/bus" ] || {
     echo "error: the daemon did not start:" >&2
     cat "$dir/daemon.log" >&2
     exit 1
@@ -128,7 +136,7 @@ say "Two processes of one tenant have one budget"
     "$bin/simtenant" script 'alloc 2GiB; hold 60s' >"$dir/first.log" 2>&1 &
 first=$!
 pids+=("$first")
-for _ in $(seq 200); do grep -q allocated "$dir/first.log" && break || sleep 0.05; done
+wait_for grep -q allocated "$dir/first.log"
 echo "  the first holds 2 GiB of vision's 4; a second asks for 2 more:"
 tenant vision alloc 2GiB
 say "A tenant inside another pays from both: dev's own 2 GiB would do, what is left of vision's 4 does not"

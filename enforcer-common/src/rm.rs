@@ -6,8 +6,8 @@
 use crate::{
     map::{ObjectKey, call, kind},
     nvidia::{
-        IoctlCmd, NVOS64_FLAGS_FINN, charge_for, class, heap, memparams, nr, nvos00,
-        nvos32, nvos54, nvos55, nvos64, xfer,
+        IoctlCmd, NVOS64_FLAGS_FINN, charge_for, class, heap, memparams, nr, nvos00, nvos32,
+        nvos54, nvos55, nvos64, xfer,
     },
 };
 
@@ -186,9 +186,7 @@ fn rm_alloc<M: CallerMemory>(
     }
     out.call = call::ALLOC_MEMORY;
     if size == nvos64::SIZE {
-        let flags = memory
-            .word(arg + nvos64::FLAGS as u64)
-            .ok_or(Unreadable)?;
+        let flags = memory.word(arg + nvos64::FLAGS as u64).ok_or(Unreadable)?;
         if flags & NVOS64_FLAGS_FINN != 0 {
             out.opaque = 1;
             // The size is not in reach. Handle and class are.
@@ -215,9 +213,7 @@ fn rm_alloc<M: CallerMemory>(
 #[inline(always)]
 fn vid_heap<M: CallerMemory>(memory: &M, arg: u64, out: &mut Call) -> Result<(), Unreadable> {
     let [client, parent, function] = memory.words::<3>(arg).ok_or(Unreadable)?;
-    let handle = memory
-        .word(arg + nvos32::MEMORY as u64)
-        .ok_or(Unreadable)?;
+    let handle = memory.word(arg + nvos32::MEMORY as u64).ok_or(Unreadable)?;
     out.client = client;
     out.parent = parent;
     out.handle = handle;
@@ -406,7 +402,10 @@ mod tests {
     fn an_address_range_is_not_memory() {
         let mut memory = memory_call(1 << 40);
         memory.put(nvos64::CLASS, class::NV50_MEMORY_VIRTUAL);
-        assert_eq!(decoded(&memory, nr::RM_ALLOC, 48).expect("readable").call, 0);
+        assert_eq!(
+            decoded(&memory, nr::RM_ALLOC, 48).expect("readable").call,
+            0
+        );
     }
 
     #[test]

@@ -27,7 +27,12 @@ pub fn process(tgid: u32, start_ns: u64, tenant: u32, cgroup: u64) -> u32 {
         count(counter::PROCESSES_FULL);
         return result::FULL;
     }
-    emit(&task::process_event(event::kind::PROCESS_NEW, tgid, tenant, cgroup));
+    emit(&task::process_event(
+        event::kind::PROCESS_NEW,
+        tgid,
+        tenant,
+        cgroup,
+    ));
     result::OK
 }
 

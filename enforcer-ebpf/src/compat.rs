@@ -27,15 +27,14 @@ pub fn is_refused(
         Some(found) if found.kind == device::CONTROL || found.kind == device::GPU => {}
         _ => return false,
     }
-    if task::tgid() == settings.daemon_tgid
-        || task::tenant(settings, task::cgroup()) == NO_TENANT
-    {
+    if task::tgid() == settings.daemon_tgid || task::tenant(settings, task::cgroup()) == NO_TENANT {
         return false;
     }
     let mut decoded = Call::default();
     let harmless = match rm::unwrap_xfer(&Caller, cmd, arg) {
         Ok((cmd, arg)) => {
-            rm::decode(&Caller, cmd, arg, &mut decoded).is_ok() && decoded.call != call::ALLOC_MEMORY
+            rm::decode(&Caller, cmd, arg, &mut decoded).is_ok()
+                && decoded.call != call::ALLOC_MEMORY
         }
         Err(_) => false,
     };

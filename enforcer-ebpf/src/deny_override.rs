@@ -66,7 +66,9 @@ pub fn deny_override_compat(ctx: ProbeContext) -> u32 {
     let Some([fd, cmd, arg]) = arguments(caller) else {
         return 0;
     };
-    if compat::is_refused(&settings, cmd as u32, arg & 0xffff_ffff, || file::device_of(fd as u32)) {
+    if compat::is_refused(&settings, cmd as u32, arg & 0xffff_ffff, || {
+        file::device_of(fd as u32)
+    }) {
         override_return(&ctx, -ENOSYS);
     }
     0

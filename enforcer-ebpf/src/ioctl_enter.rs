@@ -69,16 +69,24 @@ fn enter(outer: IoctlCmd, outer_arg: u64, fd: u32) {
     if !readable {
         count(counter::UNREADABLE);
         at = (outer, outer_arg);
-        decoded = Call { call: call::UNREADABLE, ..Call::default() };
+        decoded = Call {
+            call: call::UNREADABLE,
+            ..Call::default()
+        };
     }
     if decoded.call == 0 {
         return;
     }
-    let Some(Decoded { call: decoded, cmd, arg }) = forget_paths(&Decoded {
+    let Some(Decoded {
+        call: decoded,
+        cmd,
+        arg,
+    }) = forget_paths(&Decoded {
         call: decoded,
         cmd: u32::from(at.0.nr) | u32::from(at.0.size) << 16,
         arg: at.1,
-    }) else {
+    })
+    else {
         return;
     };
     count(counter::DECODED);
@@ -119,7 +127,13 @@ fn enter(outer: IoctlCmd, outer_arg: u64, fd: u32) {
     if flight.tenant != NO_TENANT {
         let refusing = refuses(&settings);
         if flight.call == call::ALLOC_MEMORY {
-            reserve(&settings, thread, &mut flight, refusing, decoded.opaque != 0);
+            reserve(
+                &settings,
+                thread,
+                &mut flight,
+                refusing,
+                decoded.opaque != 0,
+            );
         } else if flight.call == call::UNREADABLE && refusing {
             flight.refusal = refusal::UNREADABLE;
         }
@@ -219,7 +233,13 @@ fn reserve(settings: &Settings, thread: u32, flight: &mut InFlight, refusing: bo
     }
     if !refusing {
         let missing = flight.wanted - flight.reserved;
-        match ledger::reserve(settings.generation, flight.tenant, flight.gpu, missing, false) {
+        match ledger::reserve(
+            settings.generation,
+            flight.tenant,
+            flight.gpu,
+            missing,
+            false,
+        ) {
             Reserved::Yes => flight.reserved = flight.wanted,
             Reserved::No { limited_by, .. } => flight.limited_by = limited_by,
         }
@@ -236,7 +256,9 @@ fn reserve(settings: &Settings, thread: u32, flight: &mut InFlight, refusing: bo
     };
     match ledger::decide(settings.generation, &request) {
         Decision::Granted => flight.reserved = flight.wanted,
-        Decision::Refused { status, limited_by, .. } => {
+        Decision::Refused {
+            status, limited_by, ..
+        } => {
             flight.limited_by = limited_by;
             flight.refusal = refusal::MEMORY;
             flight.status = status;

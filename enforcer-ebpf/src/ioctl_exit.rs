@@ -65,7 +65,8 @@ pub fn ioctl_exit(ctx: TracePointContext) -> u32 {
 /// Returns whether it concerns the ledger; the entry then says what the call was.
 #[inline(always)]
 fn read_late(settings: &Settings, thread: u32, mut flight: InFlight) -> bool {
-    let Ok((cmd, arg)) = rm::unwrap_xfer(&Caller, IoctlCmd::from_raw(flight.cmd), flight.arg) else {
+    let Ok((cmd, arg)) = rm::unwrap_xfer(&Caller, IoctlCmd::from_raw(flight.cmd), flight.arg)
+    else {
         return false;
     };
     let mut decoded = Call::default();
@@ -276,7 +277,10 @@ fn remember(settings: &Settings, tgid: u32, flight: &InFlight, key: ObjectKey, b
     if OBJECTS.insert(key, object, 0).is_err() {
         count(counter::OBJECTS_FULL);
     }
-    if matches!(object.kind, kind::SUBDEVICE | kind::CHANNEL_GROUP | kind::CHANNEL) {
+    if matches!(
+        object.kind,
+        kind::SUBDEVICE | kind::CHANNEL_GROUP | kind::CHANNEL
+    ) {
         emit(&Event {
             kind: event::kind::CHANNEL_NEW,
             tenant: flight.tenant,

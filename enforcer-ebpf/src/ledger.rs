@@ -8,8 +8,8 @@
 use gpuquota_common::{
     event::{self, Event},
     map::{
-        AccountKey, MAX_GPUS, MAX_NESTING, MAX_TENANTS, NO_TENANT, Object, ObjectKey,
-        ORPHAN_CLIENT, Refusal, SECOND_TRY_NS, Usage, cell, counter, kind, on_max,
+        AccountKey, MAX_GPUS, MAX_NESTING, MAX_TENANTS, NO_TENANT, ORPHAN_CLIENT, Object,
+        ObjectKey, Refusal, SECOND_TRY_NS, Usage, cell, counter, kind, on_max,
     },
     nvidia::status,
 };
@@ -69,17 +69,35 @@ pub enum Decision {
 /// What happens above the limit is up to the innermost tenant's budget, whichever limit is in the way.
 #[inline(always)]
 pub fn decide(generation: u64, request: &Request) -> Decision {
-    let &Request { thread, tenant, gpu, bytes, reserved, can_wait } = request;
+    let &Request {
+        thread,
+        tenant,
+        gpu,
+        bytes,
+        reserved,
+        can_wait,
+    } = request;
     if tenant >= MAX_TENANTS || gpu >= MAX_GPUS {
-        return Decision::Refused { status: status::NO_MEMORY, limited_by: NO_TENANT, first: true };
+        return Decision::Refused {
+            status: status::NO_MEMORY,
+            limited_by: NO_TENANT,
+            first: true,
+        };
     }
     let at = cell(tenant, gpu);
     let patience = match budget(generation, at) {
         Some(budget) if can_wait && budget.on_max == on_max::WAIT => budget.wait_ns,
         _ => 0,
     };
-    if patience > 0 && !waiting::is_turn(at, thread, bytes) && waiting::wait(at, thread, bytes, patience) {
-        return Decision::Refused { status: status::BUSY_RETRY, limited_by: tenant, first: false };
+    if patience > 0
+        && !waiting::is_turn(at, thread, bytes)
+        && waiting::wait(at, thread, bytes, patience)
+    {
+        return Decision::Refused {
+            status: status::BUSY_RETRY,
+            limited_by: tenant,
+            first: false,
+        };
     }
     match reserve(generation, tenant, gpu, bytes - reserved, false) {
         Reserved::Yes => {
@@ -88,27 +106,42 @@ pub fn decide(generation: u64, request: &Request) -> Decision {
             }
             Decision::Granted
         }
-        Reserved::No { limited_by, used, limit } => {
+        Reserved::No {
+            limited_by,
+            used,
+            limit,
+        } => {
             if patience > 0 && waiting::wait(at, thread, bytes, patience) {
-                return Decision::Refused { status: status::BUSY_RETRY, limited_by, first: false };
+                return Decision::Refused {
+                    status: status::BUSY_RETRY,
+                    limited_by,
+                    first: false,
+                };
             }
-            let first = refuse(thread, &Event {
-                kind: event::kind::DENIED,
-                tenant,
-                gpu,
-                tgid: thread,
-                limited_by,
-                bytes,
-                used,
-                limit,
-                at_ns: now(),
-                ..Event::default()
-            });
+            let first = refuse(
+                thread,
+                &Event {
+                    kind: event::kind::DENIED,
+                    tenant,
+                    gpu,
+                    tgid: thread,
+                    limited_by,
+                    bytes,
+                    used,
+                    limit,
+                    at_ns: now(),
+                    ..Event::default()
+                },
+            );
             if patience > 0 && !first {
                 // The second try of an allocation that has waited long enough; the next one waits anew.
                 waiting::done(at, thread);
             }
-            Decision::Refused { status: status::NO_MEMORY, limited_by, first }
+            Decision::Refused {
+                status: status::NO_MEMORY,
+                limited_by,
+                first,
+            }
         }
     }
 }

@@ -7,7 +7,9 @@ use core::ffi::c_void;
 
 use aya_ebpf::programs::RawTracePointContext;
 use gpuquota_common::{
-    map::{AccountKey, InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, Object, ObjectKey, counter, refusal},
+    map::{
+        AccountKey, InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, Object, ObjectKey, counter, refusal,
+    },
     nvidia::status,
     op::{self, result},
 };
@@ -30,7 +32,14 @@ pub extern "C" fn ledger_op(ctx: *mut c_void) -> u32 {
     let c: u64 = ctx.arg(3);
     let d: u64 = ctx.arg(4);
     match ctx.arg::<u64>(0) {
-        op::ADMIT => admit(a as u32, b as u32, c as u32, d, ctx.arg(5), ctx.arg::<u64>(6) as u32),
+        op::ADMIT => admit(
+            a as u32,
+            b as u32,
+            c as u32,
+            d,
+            ctx.arg(5),
+            ctx.arg::<u64>(6) as u32,
+        ),
         op::CANCEL => cancel(a as u32),
         op::RELEASE_OBJECT => release_object(a as u32, b as u32),
         op::RELEASE_ACCOUNT => release_account(a as u32, b as u32, c as u32),
@@ -80,10 +89,20 @@ fn admit(thread: u32, tenant: u32, gpu: u32, bytes: u64, arg: u64, cmd: u32) -> 
     let generation = settings().generation;
     // A supervisor that was replaced in mid-decision may have reserved before.
     cancel(thread);
-    let request = Request { thread, tenant, gpu, bytes, reserved: 0, can_wait: true };
+    let request = Request {
+        thread,
+        tenant,
+        gpu,
+        bytes,
+        reserved: 0,
+        can_wait: true,
+    };
     match ledger::decide(generation, &request) {
         Decision::Granted => {}
-        Decision::Refused { status: status::BUSY_RETRY, .. } => return result::WAIT,
+        Decision::Refused {
+            status: status::BUSY_RETRY,
+            ..
+        } => return result::WAIT,
         Decision::Refused { first: true, .. } => return result::DENIED,
         Decision::Refused { first: false, .. } => return result::DENIED_AGAIN,
     }

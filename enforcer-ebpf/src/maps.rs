@@ -9,8 +9,9 @@ use gpuquota_common::{
     event::Event,
     map::{
         AccountKey, Budget, CELLS, Device, DeviceKey, HEARTBEAT_STALE_NS, InFlight, Leaf,
-        MAX_ACCOUNTS, MAX_CGROUPS, MAX_GPUS, MAX_IN_FLIGHT, MAX_OBJECTS, MAX_PROCESSES, MAX_TENANTS, Object, ObjectKey, Process, Refusal, Rewritten, Settings, TenantName, TenantRow, Usage,
-        banked, counter, row,
+        MAX_ACCOUNTS, MAX_CGROUPS, MAX_GPUS, MAX_IN_FLIGHT, MAX_OBJECTS, MAX_PROCESSES,
+        MAX_TENANTS, Object, ObjectKey, Process, Refusal, Rewritten, Settings, TenantName,
+        TenantRow, Usage, banked, counter, row,
     },
     time::{Frozen, FrozenKey},
     waiting::{Queue, Waiter},
@@ -48,16 +49,19 @@ pub static DEVICES: HashMap<DeviceKey, Device> = HashMap::with_max_entries(64, 0
 pub static INSTANCES: Array<u32> = Array::with_max_entries(MAX_GPUS, 0);
 /// Driver objects. Never evicts: what does not fit is counted.
 #[map]
-pub static OBJECTS: HashMap<ObjectKey, Object> = HashMap::with_max_entries(MAX_OBJECTS, NO_PREALLOC);
+pub static OBJECTS: HashMap<ObjectKey, Object> =
+    HashMap::with_max_entries(MAX_OBJECTS, NO_PREALLOC);
 /// Charged bytes by process, tenant and GPU.
 #[map]
-pub static ACCOUNTS: HashMap<AccountKey, u64> = HashMap::with_max_entries(MAX_ACCOUNTS, NO_PREALLOC);
+pub static ACCOUNTS: HashMap<AccountKey, u64> =
+    HashMap::with_max_entries(MAX_ACCOUNTS, NO_PREALLOC);
 /// Processes that have spoken to the driver.
 #[map]
 pub static PROCESSES: HashMap<u32, Process> = HashMap::with_max_entries(MAX_PROCESSES, NO_PREALLOC);
 /// Calls between entry and exit, by thread.
 #[map]
-pub static IN_FLIGHT: HashMap<u32, InFlight> = HashMap::with_max_entries(MAX_IN_FLIGHT, NO_PREALLOC);
+pub static IN_FLIGHT: HashMap<u32, InFlight> =
+    HashMap::with_max_entries(MAX_IN_FLIGHT, NO_PREALLOC);
 /// Last refusal, by thread. Losing an old one only means that a second try counts as a refusal.
 #[map]
 pub static REFUSALS: LruHashMap<u32, Refusal> = LruHashMap::with_max_entries(4096, 0);

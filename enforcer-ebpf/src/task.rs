@@ -135,7 +135,12 @@ pub fn note_process(tgid: u32, tenant: u32, cgroup: u64) {
             count(counter::PROCESSES_FULL);
         }
     }
-    emit(&process_event(event::kind::PROCESS_NEW, tgid, tenant, cgroup));
+    emit(&process_event(
+        event::kind::PROCESS_NEW,
+        tgid,
+        tenant,
+        cgroup,
+    ));
 }
 
 /// An event about a process.

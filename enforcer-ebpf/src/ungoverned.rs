@@ -3,7 +3,9 @@
 //! Programs of one hook are in AND: this one never opens what another closes, and none of theirs is touched. It
 //! only says no to somebody who opens a GPU's file; what is open stays open.
 
-use aya_ebpf::{helpers::bpf_get_current_ancestor_cgroup_id, macros::cgroup_device, programs::DeviceContext};
+use aya_ebpf::{
+    helpers::bpf_get_current_ancestor_cgroup_id, macros::cgroup_device, programs::DeviceContext,
+};
 use gpuquota_common::map::{
     DeviceKey, MAX_CGROUP_LEVEL, NO_TENANT, Settings, counter, settings_flags,
 };
@@ -27,13 +29,22 @@ const DENY: i32 = 0;
 #[cgroup_device]
 pub fn ungoverned(ctx: DeviceContext) -> i32 {
     // SAFETY: the context of this program, checked by the verifier.
-    let (access, major, minor) =
-        unsafe { ((*ctx.device).access_type, (*ctx.device).major, (*ctx.device).minor) };
+    let (access, major, minor) = unsafe {
+        (
+            (*ctx.device).access_type,
+            (*ctx.device).major,
+            (*ctx.device).minor,
+        )
+    };
     if access & 0xffff != CHARACTER || (access >> 16) & OPENS == 0 {
         return ALLOW;
     }
     if major != NVIDIA_MAJOR {
-        let key = DeviceKey { inode: 0, dev: major << 20 | minor, reserved: 0 };
+        let key = DeviceKey {
+            inode: 0,
+            dev: major << 20 | minor,
+            reserved: 0,
+        };
         // SAFETY: entries are only inserted and removed.
         if unsafe { DEVICES.get(key) }.is_none() {
             return ALLOW;

@@ -215,7 +215,6 @@ pub fn ancestors(path: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -14,7 +14,9 @@ use std::{
     thread,
 };
 
-use gpuquota_common::map::{AccountKey, DeviceKey, NO_TENANT, Object, ObjectKey, ORPHAN_CLIENT, kind};
+use gpuquota_common::map::{
+    AccountKey, DeviceKey, NO_TENANT, ORPHAN_CLIENT, Object, ObjectKey, kind,
+};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tracing::{debug, warn};
@@ -48,7 +50,10 @@ pub enum Disposal {
 /// A handle that is used again is a new object: something older than its parent hangs below the parent's
 /// predecessor, which is gone, so it counts as below too.
 pub fn subtree(objects: &BTreeMap<ObjectKey, Object>, top: ObjectKey) -> Vec<ObjectKey> {
-    let range = ObjectKey { client: top.client, handle: 0 }..=ObjectKey {
+    let range = ObjectKey {
+        client: top.client,
+        handle: 0,
+    }..=ObjectKey {
         client: top.client,
         handle: u32::MAX,
     };
@@ -70,7 +75,10 @@ pub fn subtree(objects: &BTreeMap<ObjectKey, Object>, top: ObjectKey) -> Vec<Obj
     }
     below
         .into_iter()
-        .map(|handle| ObjectKey { client: top.client, handle })
+        .map(|handle| ObjectKey {
+            client: top.client,
+            handle,
+        })
         .filter(|key| objects.contains_key(key))
         .collect()
 }
@@ -211,7 +219,11 @@ pub fn dead_processes(kernel: &Kernel, view: &dyn ProcessView) -> BTreeSet<u32> 
         })
         .map(|(tgid, _)| tgid)
         .collect();
-    let known: BTreeSet<u32> = kernel.processes().into_iter().map(|(tgid, _)| tgid).collect();
+    let known: BTreeSet<u32> = kernel
+        .processes()
+        .into_iter()
+        .map(|(tgid, _)| tgid)
+        .collect();
     // What a kernel-side release left behind while no daemon was there.
     dead.extend(
         kernel
@@ -226,7 +238,10 @@ pub fn dead_processes(kernel: &Kernel, view: &dyn ProcessView) -> BTreeSet<u32> 
 fn ticks_per_second() -> u64 {
     // SAFETY: no memory is involved.
     let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
-    u64::try_from(ticks).ok().filter(|ticks| *ticks > 0).unwrap_or(100)
+    u64::try_from(ticks)
+        .ok()
+        .filter(|ticks| *ticks > 0)
+        .unwrap_or(100)
 }
 
 /// Processes as `/proc` shows them.
@@ -393,11 +408,20 @@ mod tests {
     const CLIENT: u32 = 0xc1d0_0001;
 
     fn key(handle: u32) -> ObjectKey {
-        ObjectKey { client: CLIENT, handle }
+        ObjectKey {
+            client: CLIENT,
+            handle,
+        }
     }
 
     fn object(kind: u32, parent: u32, tgid: u32) -> Object {
-        Object { kind, parent, tgid, fd: 5, ..Object::default() }
+        Object {
+            kind,
+            parent,
+            tgid,
+            fd: 5,
+            ..Object::default()
+        }
     }
 
     fn tree() -> BTreeMap<ObjectKey, Object> {
@@ -441,9 +465,18 @@ mod tests {
 
     #[test]
     fn the_dead_are_released() {
-        let found = dispose(&tree(), &BTreeSet::from([10]), &BTreeMap::new(), &View(BTreeSet::new()));
+        let found = dispose(
+            &tree(),
+            &BTreeSet::from([10]),
+            &BTreeMap::new(),
+            &View(BTreeSet::new()),
+        );
         assert_eq!(found.len(), 7);
-        assert!(found.iter().all(|disposal| matches!(disposal, Disposal::Release(_))));
+        assert!(
+            found
+                .iter()
+                .all(|disposal| matches!(disposal, Disposal::Release(_)))
+        );
     }
 
     #[test]
@@ -451,7 +484,11 @@ mod tests {
         let children = BTreeMap::from([(10, vec![11, 12])]);
         let view = View(BTreeSet::from([(12, 5)]));
         let found = dispose(&tree(), &BTreeSet::from([10]), &children, &view);
-        assert!(found.iter().all(|disposal| matches!(disposal, Disposal::Inherit(_, 12))));
+        assert!(
+            found
+                .iter()
+                .all(|disposal| matches!(disposal, Disposal::Inherit(_, 12)))
+        );
     }
 
     #[test]
@@ -459,20 +496,31 @@ mod tests {
         let children = BTreeMap::from([(10, vec![11])]);
         let view = View(BTreeSet::from([(11, 6)]));
         let found = dispose(&tree(), &BTreeSet::from([10]), &children, &view);
-        assert!(found.iter().all(|disposal| matches!(disposal, Disposal::Release(_))));
+        assert!(
+            found
+                .iter()
+                .all(|disposal| matches!(disposal, Disposal::Release(_)))
+        );
     }
 
     #[test]
     fn the_end_of_a_process_is_noticed() {
         let (sender, receiver) = mpsc::channel();
         let reaper = Reaper::spawn(move |gone| drop(sender.send(gone))).expect("a thread");
-        let mut child = std::process::Command::new("sleep").arg("0.05").spawn().expect("sleep");
+        let mut child = std::process::Command::new("sleep")
+            .arg("0.05")
+            .spawn()
+            .expect("sleep");
         reaper.watch(child.id());
-        let gone = receiver.recv_timeout(std::time::Duration::from_secs(5)).expect("noticed");
+        let gone = receiver
+            .recv_timeout(std::time::Duration::from_secs(5))
+            .expect("noticed");
         assert_eq!(gone, BTreeSet::from([child.id()]));
         child.wait().expect("reaped");
         reaper.watch(child.id());
-        let gone = receiver.recv_timeout(std::time::Duration::from_secs(5)).expect("at once");
+        let gone = receiver
+            .recv_timeout(std::time::Duration::from_secs(5))
+            .expect("at once");
         assert_eq!(gone, BTreeSet::from([child.id()]));
     }
 }

@@ -52,9 +52,7 @@ pub fn read(directories: &PolicyDirectories) -> Result<Vec<Source>, FileError> {
 pub fn dropin_path(directories: &PolicyDirectories, tenant: &str, runtime: bool) -> PathBuf {
     // Under different names: a file hides those of the same name in lower folders.
     if runtime {
-        directories
-            .runtime
-            .join(dropin::runtime_file_name(tenant))
+        directories.runtime.join(dropin::runtime_file_name(tenant))
     } else {
         directories.admin.join(dropin::file_name(tenant))
     }
@@ -156,7 +154,11 @@ mod tests {
     #[test]
     fn no_folders_are_an_empty_policy() {
         let base = tempfile::tempdir().expect("a folder");
-        assert!(read(&directories(base.path())).expect("readable").is_empty());
+        assert!(
+            read(&directories(base.path()))
+                .expect("readable")
+                .is_empty()
+        );
     }
 
     #[test]
@@ -167,7 +169,10 @@ mod tests {
         let path = dropin_path(&directories, "t", false);
         let sources = read(&directories).expect("readable");
         let tried = with_file(sources, Layer::Admin, &path, Some("new"));
-        assert_eq!(tried.last().map(|source| source.text.as_slice()), Some(&b"new"[..]));
+        assert_eq!(
+            tried.last().map(|source| source.text.as_slice()),
+            Some(&b"new"[..])
+        );
         assert!(!path.exists());
     }
 
@@ -178,6 +183,9 @@ mod tests {
         write(&path, "old").expect("written");
         fs::create_dir(base.path().join("a.toml.new")).expect("in the way");
         assert!(write(&path, "new").is_err());
-        assert_eq!(read_optional(&path).expect("readable").as_deref(), Some("old"));
+        assert_eq!(
+            read_optional(&path).expect("readable").as_deref(),
+            Some("old")
+        );
     }
 }

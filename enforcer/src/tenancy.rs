@@ -15,7 +15,9 @@ use gpuquota_policy::{HostGpu, OnBreach, OnMemoryMax, Policy};
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TenancyError {
     /// More tenants than there are indices.
-    #[error("{found} tenants, with those whose memory is not yet given back; at most {MAX_TENANTS} fit")]
+    #[error(
+        "{found} tenants, with those whose memory is not yet given back; at most {MAX_TENANTS} fit"
+    )]
     TooMany {
         /// How many indices are needed.
         found: usize,
@@ -203,11 +205,7 @@ fn retired_index(seating: &Seating, name: &str) -> Option<u32> {
         .map(|(index, _)| *index)
 }
 
-fn budgets(
-    policy: &Policy,
-    gpus: &[HostGpu],
-    seating: &Seating,
-) -> BTreeMap<(u32, u32), Budget> {
+fn budgets(policy: &Policy, gpus: &[HostGpu], seating: &Seating) -> BTreeMap<(u32, u32), Budget> {
     let mut budgets = BTreeMap::new();
     for (index, seat) in seating.in_force() {
         for gpu in gpus {
@@ -217,7 +215,8 @@ fn budgets(
             let budget = Budget {
                 memory_max: effective.memory.max.unwrap_or(u64::MAX),
                 memory_high: effective.memory.high.unwrap_or(u64::MAX),
-                wait_ns: u64::try_from(effective.memory.wait_timeout.as_nanos()).unwrap_or(u64::MAX),
+                wait_ns: u64::try_from(effective.memory.wait_timeout.as_nanos())
+                    .unwrap_or(u64::MAX),
                 on_max: match effective.memory.on_max {
                     OnMemoryMax::Deny => on_max::DENY,
                     OnMemoryMax::Wait => on_max::WAIT,
@@ -256,7 +255,10 @@ mod tests {
     fn tenants(paths: &[(&str, &str)]) -> String {
         let mut text = String::new();
         for (name, path) in paths {
-            let _ = writeln!(text, "[tenant.{name}]\ncgroup = \"{path}\"\nmemory.max = \"1GiB\"");
+            let _ = writeln!(
+                text,
+                "[tenant.{name}]\ncgroup = \"{path}\"\nmemory.max = \"1GiB\""
+            );
         }
         text
     }
@@ -293,7 +295,13 @@ mod tests {
             before.seating.index("b").expect("seated"),
         );
         let after = plan(&second, &gpus(), &before.seating, &BTreeSet::from([a, b])).expect("fits");
-        assert_eq!(after.rows[&b], TenantRow { state: row::RETIRED, parent: a });
+        assert_eq!(
+            after.rows[&b],
+            TenantRow {
+                state: row::RETIRED,
+                parent: a
+            }
+        );
         assert_eq!(after.rows[&a].state, row::RETIRED);
         assert_ne!(after.seating.index("b"), Some(b));
         let settled = plan(&second, &gpus(), &after.seating, &BTreeSet::new()).expect("fits");

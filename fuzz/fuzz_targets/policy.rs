@@ -19,7 +19,12 @@ fuzz_target!(|data: &[u8]| {
             Ok(loaded) => reads_back(&loaded.policy, host),
             Err(found) => {
                 assert!(found.error_count() > 0, "refused without an error");
-                assert!(!found.to_string().chars().any(|c| c.is_control() && c != '\n'));
+                assert!(
+                    !found
+                        .to_string()
+                        .chars()
+                        .any(|c| c.is_control() && c != '\n')
+                );
             }
         }
     }
@@ -41,7 +46,9 @@ fn host() -> Host {
 
 fn reads_back(policy: &Policy, host: Option<&Host>) {
     let printed = Source::new("printed.toml", Layer::Admin, policy.to_toml());
-    let again = Policy::load(&[printed], host).expect("a printed policy loads").policy;
+    let again = Policy::load(&[printed], host)
+        .expect("a printed policy loads")
+        .policy;
     assert_eq!(again, *policy);
     let nesting = policy.nesting();
     for gpu in &crate::host().gpus {
@@ -57,15 +64,29 @@ fn single_values(text: &str) {
     let (first, rest) = text.split_once('=').unwrap_or((text, ""));
     let _ = property::check(first, rest);
     for name in property::names() {
-        let Ok(_) = property::check(name, first) else { continue };
+        let Ok(_) = property::check(name, first) else {
+            continue;
+        };
         // What the command line takes, a policy takes too.
         let set = [(name.to_owned(), first.to_owned())];
         let text = dropin::apply(None, "t", None, &set).expect("a good property");
-        let base = Source::new("base.toml", Layer::Admin, "[tenant.t]\ncgroup = \"/t\"\n[class.c]\n");
-        let loaded = Policy::load(&[base, Source::new("drop-in.toml", Layer::Admin, text)], None);
+        let base = Source::new(
+            "base.toml",
+            Layer::Admin,
+            "[tenant.t]\ncgroup = \"/t\"\n[class.c]\n",
+        );
+        let loaded = Policy::load(
+            &[base, Source::new("drop-in.toml", Layer::Admin, text)],
+            None,
+        );
         assert!(loaded.is_ok() || name == "class", "{name} = {first:?}");
     }
-    let _ = dropin::apply(Some(rest), "t", Some("*"), &[("memory.max".to_owned(), "5GiB".to_owned())]);
+    let _ = dropin::apply(
+        Some(rest),
+        "t",
+        Some("*"),
+        &[("memory.max".to_owned(), "5GiB".to_owned())],
+    );
     let patterns = [CgroupPattern::parse(first), CgroupPattern::parse(rest)];
     if let [Ok(a), Ok(b)] = &patterns {
         assert_eq!(a.overlaps(b), b.overlaps(a));

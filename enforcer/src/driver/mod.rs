@@ -14,7 +14,9 @@ use crate::telemetry::Card;
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {
     /// The driver's nodes are not there.
-    #[error("{path}: {source}; is the driver loaded, and are its device nodes made (nvidia-modprobe)?")]
+    #[error(
+        "{path}: {source}; is the driver loaded, and are its device nodes made (nvidia-modprobe)?"
+    )]
     NoNode {
         /// Which node.
         path: PathBuf,

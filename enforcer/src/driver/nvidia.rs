@@ -161,7 +161,10 @@ impl Control {
         put(&mut alloc, nvos64::CLASS, class::NV01_ROOT_CLIENT);
         control.call(
             "RM_ALLOC",
-            IoctlCmd { nr: nr::RM_ALLOC, size: nvos64::SIZE },
+            IoctlCmd {
+                nr: nr::RM_ALLOC,
+                size: nvos64::SIZE,
+            },
             &mut alloc,
             Some(nvos64::STATUS),
         )?;
@@ -177,7 +180,10 @@ impl Control {
         let mut entries = [0u8; SIZE as usize];
         self.call(
             "CARD_INFO",
-            IoctlCmd { nr: nr::CARD_INFO, size },
+            IoctlCmd {
+                nr: nr::CARD_INFO,
+                size,
+            },
             &mut entries,
             None,
         )?;
@@ -217,8 +223,14 @@ impl Control {
         command: u32,
         params: &mut [u8],
     ) -> Result<(), DriverError> {
-        rm::control(self.file.as_fd(), name, (self.client, self.client), command, params)
-            .map_err(|error| self.error(error))
+        rm::control(
+            self.file.as_fd(),
+            name,
+            (self.client, self.client),
+            command,
+            params,
+        )
+        .map_err(|error| self.error(error))
     }
 
     fn call(
@@ -249,7 +261,10 @@ impl Drop for Control {
         // The driver frees the client with the file anyway.
         let _ = self.call(
             "RM_FREE",
-            IoctlCmd { nr: nr::RM_FREE, size: nvos00::SIZE },
+            IoctlCmd {
+                nr: nr::RM_FREE,
+                size: nvos00::SIZE,
+            },
             &mut free,
             None,
         );

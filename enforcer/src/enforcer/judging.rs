@@ -39,7 +39,10 @@ impl Enforcer {
             return Verdict::Continue;
         };
         if waiting.call.opaque != 0 {
-            warn!(thread = waiting.thread, "refused an allocation with serialised parameters");
+            warn!(
+                thread = waiting.thread,
+                "refused an allocation with serialised parameters"
+            );
             return Verdict::Refuse(status::NO_MEMORY);
         }
         let Some(gpu) = self.gpu_of(waiting) else {
@@ -153,14 +156,17 @@ struct Delegate(Weak<Enforcer>);
 
 impl Judge for Delegate {
     fn judge(&self, waiting: &Waiting) -> Verdict {
-        self.0.upgrade().map_or(
-            Verdict::Refuse(status::NO_MEMORY),
-            |enforcer| enforcer.decide(waiting),
-        )
+        self.0
+            .upgrade()
+            .map_or(Verdict::Refuse(status::NO_MEMORY), |enforcer| {
+                enforcer.decide(waiting)
+            })
     }
 
     fn withdraw(&self, waiting: &Waiting) {
-        let Some(enforcer) = self.0.upgrade() else { return };
+        let Some(enforcer) = self.0.upgrade() else {
+            return;
+        };
         if let Err(error) = enforcer.kernel.cancel(waiting.thread) {
             error!(%error, thread = waiting.thread, "a reservation stays until its thread ends");
         }

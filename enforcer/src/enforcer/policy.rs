@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use gpuquota_policy::{
-    GpuSelector, Host, Layer, Loaded, Managed, OnHigh, OnMemoryMax, Policy, Source, dropin, property::Property,
+    GpuSelector, Host, Layer, Loaded, Managed, OnHigh, OnMemoryMax, Policy, Source, dropin,
+    property::Property,
 };
 use tracing::info;
 
@@ -73,12 +74,20 @@ impl Enforcer {
             .gpu
             .as_deref()
             .and_then(|gpu| GpuSelector::parse(gpu).ok());
-        for (key, _) in change.properties.iter().filter(|(_, value)| !value.is_empty()) {
+        for (key, _) in change
+            .properties
+            .iter()
+            .filter(|(_, value)| !value.is_empty())
+        {
             let winners: Vec<_> = self
                 .host
                 .gpus
                 .iter()
-                .filter(|gpu| selector.as_ref().is_none_or(|selector| selector.matches(gpu)))
+                .filter(|gpu| {
+                    selector
+                        .as_ref()
+                        .is_none_or(|selector| selector.matches(gpu))
+                })
                 .flat_map(|gpu| policy.explain(&change.tenant, gpu))
                 .filter(|value| value.key == key)
                 .filter_map(|value| value.origin)
@@ -139,9 +148,11 @@ impl Enforcer {
             keys.map(|key| (key.clone(), String::new())).collect()
         };
         let all = cleared(&mut properties.iter());
-        let per_gpu = cleared(&mut properties.iter().filter(|key| {
-            matches!(Property::parse(key), Ok(Property::Limit(_)))
-        }));
+        let per_gpu = cleared(
+            &mut properties
+                .iter()
+                .filter(|key| matches!(Property::parse(key), Ok(Property::Limit(_)))),
+        );
         let mut text = dropin::apply(Some(text), tenant, None, &all)?;
         let selectors = self
             .host
@@ -204,10 +215,16 @@ fn without_effect(policy: &Policy, host: &Host, choice: Choice) -> Vec<String> {
             );
         }
         if budget.memory.on_high == OnHigh::Reclaim && budget.memory.high.is_some() {
-            say("memory.on-high = \"reclaim\"", "crossing memory.high only raises an event");
+            say(
+                "memory.on-high = \"reclaim\"",
+                "crossing memory.high only raises an event",
+            );
         }
         if budget.memory.managed == Managed::Deny {
-            say("memory.managed = \"deny\"", "managed memory is neither refused nor charged");
+            say(
+                "memory.managed = \"deny\"",
+                "managed memory is neither refused nor charged",
+            );
         }
         if budget.memory.min > 0 {
             say("memory.min", "nothing is reserved");

@@ -51,8 +51,22 @@ static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/gp
 
 /// Maps that live on across restarts.
 const PINNED_MAPS: &[&str] = &[
-    "SETTINGS", "TENANTS", "NAMES", "BUDGETS", "USAGE", "CGROUPS", "DEVICES", "INSTANCES", "OBJECTS",
-    "ACCOUNTS", "PROCESSES", "IN_FLIGHT", "COUNTERS", "EVENTS", "FROZEN", "EXEMPT",
+    "SETTINGS",
+    "TENANTS",
+    "NAMES",
+    "BUDGETS",
+    "USAGE",
+    "CGROUPS",
+    "DEVICES",
+    "INSTANCES",
+    "OBJECTS",
+    "ACCOUNTS",
+    "PROCESSES",
+    "IN_FLIGHT",
+    "COUNTERS",
+    "EVENTS",
+    "FROZEN",
+    "EXEMPT",
 ];
 
 /// A hook that the observer needs.

@@ -1,7 +1,7 @@
 //! The endpoint that Prometheus scrapes: `GET /metrics` over HTTP/1.1, one answer per connection.
 //!
 //! Anybody who reaches the address may ask, so what a caller can make the daemon do is bounded: few connections
-//! at a time, short requests within a short time, and one look at the state per [`FRESH`] however many ask.
+//! at a time, short requests within a short time, and one look at the state per `FRESH` however many ask.
 
 use std::{
     io,

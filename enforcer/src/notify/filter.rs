@@ -16,10 +16,22 @@ const CMD_MASK: u32 = 0x3fff_00ff;
 
 /// The driver calls that can take video memory, whichever file they go to.
 const ALLOCATING: [IoctlCmd; 4] = [
-    IoctlCmd { nr: nr::RM_ALLOC, size: nvos64::SIZE },
-    IoctlCmd { nr: nr::RM_ALLOC, size: nvos64::SIZE_NVOS21 },
-    IoctlCmd { nr: nr::RM_VID_HEAP_CONTROL, size: nvos32::SIZE },
-    IoctlCmd { nr: nr::IOCTL_XFER_CMD, size: xfer::SIZE },
+    IoctlCmd {
+        nr: nr::RM_ALLOC,
+        size: nvos64::SIZE,
+    },
+    IoctlCmd {
+        nr: nr::RM_ALLOC,
+        size: nvos64::SIZE_NVOS21,
+    },
+    IoctlCmd {
+        nr: nr::RM_VID_HEAP_CONTROL,
+        size: nvos32::SIZE,
+    },
+    IoctlCmd {
+        nr: nr::IOCTL_XFER_CMD,
+        size: xfer::SIZE,
+    },
 ];
 
 /// Whether the filter stops a command.
@@ -39,16 +51,36 @@ struct Abi {
 
 #[cfg(target_arch = "x86_64")]
 const ABIS: &[Abi] = &[
-    Abi { arch: 0xc000_003e, ioctl: 16, observed: true },
+    Abi {
+        arch: 0xc000_003e,
+        ioctl: 16,
+        observed: true,
+    },
     // x32: the same architecture, marked in the number (514 | 0x40000000). Syscall tracepoints do not report it.
-    Abi { arch: 0xc000_003e, ioctl: 0x4000_0202, observed: false },
+    Abi {
+        arch: 0xc000_003e,
+        ioctl: 0x4000_0202,
+        observed: false,
+    },
     // i386: syscall tracepoints do not report compat calls.
-    Abi { arch: 0x4000_0003, ioctl: 54, observed: false },
+    Abi {
+        arch: 0x4000_0003,
+        ioctl: 54,
+        observed: false,
+    },
 ];
 #[cfg(target_arch = "aarch64")]
 const ABIS: &[Abi] = &[
-    Abi { arch: 0xc000_00b7, ioctl: 29, observed: true },
-    Abi { arch: 0x4000_0028, ioctl: 54, observed: false },
+    Abi {
+        arch: 0xc000_00b7,
+        ioctl: 29,
+        observed: true,
+    },
+    Abi {
+        arch: 0x4000_0028,
+        ioctl: 54,
+        observed: false,
+    },
 ];
 
 /// Offsets in `struct seccomp_data`.
@@ -206,7 +238,10 @@ mod tests {
         for abi in ABIS.iter().filter(|abi| !abi.observed) {
             let found = run(&program, abi.arch, abi.ioctl, ALLOCATING[0].to_raw());
             assert_eq!(found, SECCOMP_RET_ERRNO | libc::ENOSYS as u32);
-            assert_eq!(run(&program, abi.arch, abi.ioctl, 0x5401), SECCOMP_RET_ALLOW);
+            assert_eq!(
+                run(&program, abi.arch, abi.ioctl, 0x5401),
+                SECCOMP_RET_ALLOW
+            );
         }
     }
 
@@ -214,7 +249,10 @@ mod tests {
     fn the_profile_for_container_runtimes_stops_the_same_calls() {
         let profile = include_str!("../../../packaging/oci/seccomp.json");
         let profile: serde_json::Value = serde_json::from_str(profile).expect("JSON");
-        assert_eq!(profile["listenerPath"], crate::config::DEFAULT_LISTENER_SOCKET);
+        assert_eq!(
+            profile["listenerPath"],
+            crate::config::DEFAULT_LISTENER_SOCKET
+        );
         assert_eq!(profile["defaultAction"], "SCMP_ACT_ALLOW");
         let rules = profile["syscalls"].as_array().expect("rules");
         assert_eq!(rules.len(), ALLOCATING.len());

@@ -82,7 +82,9 @@ impl ListenerSocket {
             )));
         }
         match fs::remove_file(path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(socket_error(error)),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(socket_error(error));
+            }
             _ => {}
         }
         let socket = UnixListener::bind(path).map_err(socket_error)?;

@@ -71,11 +71,7 @@ pub struct Answer {
 }
 
 /// Sends a listener.
-pub fn send(
-    stream: &UnixStream,
-    state: &ProcessState,
-    listener: BorrowedFd<'_>,
-) -> io::Result<()> {
+pub fn send(stream: &UnixStream, state: &ProcessState, listener: BorrowedFd<'_>) -> io::Result<()> {
     let text = serde_json::to_vec(state)?;
     let fds = [listener.as_raw_fd()];
     let sent = sendmsg::<()>(
@@ -182,7 +178,11 @@ mod tests {
 
     #[test]
     fn garbage_and_missing_descriptors_are_errors() {
-        for text in ["nonsense", "{", r#"{"ociVersion":"1","fds":["seccompFd"],"pid":1}"#] {
+        for text in [
+            "nonsense",
+            "{",
+            r#"{"ociVersion":"1","fds":["seccompFd"],"pid":1}"#,
+        ] {
             let (mut ours, theirs) = UnixStream::pair().expect("sockets");
             ours.write_all(text.as_bytes()).expect("written");
             drop(ours);

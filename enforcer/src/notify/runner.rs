@@ -313,14 +313,17 @@ fn find_daemon(kept: &mut Kept, options: &RunOptions) -> bool {
         thread::spawn(move || recover::restart_waiting_calls(&hierarchy, pid));
     }
     let found = std::cell::Cell::new(None);
-    let served = supervisor::serve(&kept.listener, &RefuseAll, &|| {
-        match hand_over(options, kept.pid, &kept.listener, true) {
-            Ok(link) => {
-                found.set(Some(link));
-                true
-            }
-            Err(_) => false,
+    let served = supervisor::serve(&kept.listener, &RefuseAll, &|| match hand_over(
+        options,
+        kept.pid,
+        &kept.listener,
+        true,
+    ) {
+        Ok(link) => {
+            found.set(Some(link));
+            true
         }
+        Err(_) => false,
     });
     match (served, found.into_inner()) {
         (_, Some((link, timeout))) => {

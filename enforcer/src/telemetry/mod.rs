@@ -109,7 +109,8 @@ impl Telemetry {
             .news
             .wait_timeout_while(last, patience, |last| last.is_none())
             .unwrap_or_else(PoisonError::into_inner);
-        last.clone().unwrap_or(Err(TelemetryError::Timeout(patience)))
+        last.clone()
+            .unwrap_or(Err(TelemetryError::Timeout(patience)))
     }
 
     /// The last answer, unless it is so old that it says nothing about now.
@@ -190,9 +191,10 @@ mod tests {
 
     #[test]
     fn a_library_that_hangs_hangs_nobody() {
-        let telemetry =
-            Telemetry::spawn(Duration::from_millis(1), || Ok(Slow(Duration::from_hours(1))))
-                .expect("a thread");
+        let telemetry = Telemetry::spawn(Duration::from_millis(1), || {
+            Ok(Slow(Duration::from_hours(1)))
+        })
+        .expect("a thread");
         let error = telemetry
             .first(Duration::from_millis(20))
             .expect_err("too slow");

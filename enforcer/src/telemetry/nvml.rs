@@ -17,9 +17,7 @@ impl NvmlSource {
             .lib_path(name)
             .init()
             .map(Self)
-            .map_err(|error| {
-                TelemetryError::Nvml(format!("{}: {error}", name.to_string_lossy()))
-            })
+            .map_err(|error| TelemetryError::Nvml(format!("{}: {error}", name.to_string_lossy())))
     }
 }
 

@@ -19,14 +19,23 @@ const FOLDER: &str = "observer";
 
 fn ioctl(file: &File, raw: u32, argument: &mut [u8]) {
     // SAFETY: the argument is as long as the size in the command says, and lives through the call.
-    unsafe { libc::ioctl(file.as_raw_fd(), libc::Ioctl::from(raw), argument.as_mut_ptr()) };
+    unsafe {
+        libc::ioctl(
+            file.as_raw_fd(),
+            libc::Ioctl::from(raw),
+            argument.as_mut_ptr(),
+        )
+    };
 }
 
 /// A client of the simulated driver.
 fn client(control: &File) -> u32 {
     let mut alloc = [0u8; nvos64::SIZE as usize];
     alloc[nvos64::CLASS..nvos64::CLASS + 4].copy_from_slice(&class::NV01_ROOT_CLIENT.to_ne_bytes());
-    let cmd = IoctlCmd { nr: nr::RM_ALLOC, size: nvos64::SIZE };
+    let cmd = IoctlCmd {
+        nr: nr::RM_ALLOC,
+        size: nvos64::SIZE,
+    };
     ioctl(control, cmd.to_raw(), &mut alloc);
     u32::from_ne_bytes([alloc[8], alloc[9], alloc[10], alloc[11]])
 }
@@ -47,7 +56,10 @@ fn measure(criterion: &mut Criterion, with: &str, devices: &Path) {
     group.bench_function(format!("no GPU/{with}"), |bencher| {
         bencher.iter(|| ioctl(&null, 0x5413, &mut argument));
     });
-    let look_alike = IoctlCmd { nr: nr::RM_CONTROL, size: nvos54::SIZE };
+    let look_alike = IoctlCmd {
+        nr: nr::RM_CONTROL,
+        size: nvos54::SIZE,
+    };
     group.bench_function(format!("look-alike/{with}"), |bencher| {
         bencher.iter(|| ioctl(&null, look_alike.to_raw(), &mut argument));
     });
@@ -95,10 +107,12 @@ criterion_group!(benches, observer);
 
 /// Median of a benchmark in nanoseconds, as criterion has just saved it.
 fn median(name: &str) -> Option<f64> {
-    let target = std::env::var("CARGO_TARGET_DIR").unwrap_or_else(|_| {
-        format!("{}/../../target", env!("CARGO_MANIFEST_DIR"))
-    });
-    let path = format!("{target}/criterion/{FOLDER}/{}/new/estimates.json", name.replace('/', "_"));
+    let target = std::env::var("CARGO_TARGET_DIR")
+        .unwrap_or_else(|_| format!("{}/../../target", env!("CARGO_MANIFEST_DIR")));
+    let path = format!(
+        "{target}/criterion/{FOLDER}/{}/new/estimates.json",
+        name.replace('/', "_")
+    );
     let text = std::fs::read_to_string(path).ok()?;
     let estimates: serde_json::Value = serde_json::from_str(&text).ok()?;
     estimates["median"]["point_estimate"].as_f64()
@@ -107,12 +121,19 @@ fn median(name: &str) -> Option<f64> {
 fn main() {
     benches();
     Criterion::default().configure_from_args().final_summary();
-    println!("\n{:<20} {:>12} {:>12} {:>8}", "ioctl", "without", "with", "ratio");
+    println!(
+        "\n{:<20} {:>12} {:>12} {:>8}",
+        "ioctl", "without", "with", "ratio"
+    );
     for name in ["no GPU", "look-alike", "driver call", "allocate and free"] {
-        if let (Some(without), Some(with)) =
-            (median(&format!("{name}/without")), median(&format!("{name}/with")))
-        {
-            println!("{name:<20} {without:>9.0} ns {with:>9.0} ns {:>8.3}", with / without);
+        if let (Some(without), Some(with)) = (
+            median(&format!("{name}/without")),
+            median(&format!("{name}/with")),
+        ) {
+            println!(
+                "{name:<20} {without:>9.0} ns {with:>9.0} ns {:>8.3}",
+                with / without
+            );
         }
     }
 }

@@ -158,7 +158,10 @@ impl Bed {
         assert!(self.daemon.is_none(), "the daemon runs");
         self.daemon = Some(self.daemon_command().spawn().expect("gpuquotad"));
         let end = Instant::now() + STARTING;
-        while self.try_call(async |client| client.version().await).is_none() {
+        while self
+            .try_call(async |client| client.version().await)
+            .is_none()
+        {
             let ended = self
                 .daemon
                 .as_mut()
@@ -289,7 +292,10 @@ impl Bed {
     /// What systemd runs when the daemon has ended.
     pub fn release_all(&self) -> Output {
         let mut command = self.daemon_command();
-        command.arg("--release-all").output().expect("gpuquotad --release-all")
+        command
+            .arg("--release-all")
+            .output()
+            .expect("gpuquotad --release-all")
     }
 
     /// Takes everything out of the kernel; the daemon must not run.
@@ -330,7 +336,9 @@ impl Bed {
     /// A workload in a tenant that does what it is told, line by line.
     pub fn actor(&self, tenant: &str) -> Actor {
         let mut command = self.run_command(tenant);
-        command.arg(self.binaries.join("simtenant")).arg("interactive");
+        command
+            .arg(self.binaries.join("simtenant"))
+            .arg("interactive");
         Actor::start(command)
     }
 
@@ -387,7 +395,10 @@ fn built_directory() -> PathBuf {
     test.ancestors()
         .find(|folder| folder.join("gpuquotad").exists())
         .unwrap_or_else(|| {
-            panic!("gpuquotad is not built beside {}: run `cargo build` first", test.display())
+            panic!(
+                "gpuquotad is not built beside {}: run `cargo build` first",
+                test.display()
+            )
         })
         .to_owned()
 }
@@ -454,7 +465,11 @@ impl Actor {
             {
                 return pid;
             }
-            assert!(Instant::now() < end, "no workload behind {}", self.child.id());
+            assert!(
+                Instant::now() < end,
+                "no workload behind {}",
+                self.child.id()
+            );
             thread::sleep(Duration::from_millis(5));
         }
     }

@@ -17,7 +17,10 @@ fn nothing_is_left_within_a_second_of_a_kill() {
     let mut slowest = Duration::ZERO;
     for round in 0..rounds {
         let mut actor = bed.actor("a");
-        assert!(actor.tell("alloc 1GiB").starts_with("allocated"), "round {round}");
+        assert!(
+            actor.tell("alloc 1GiB").starts_with("allocated"),
+            "round {round}"
+        );
         assert!(bed.usage("a", 0).memory_used > GIB, "round {round}");
         actor.kill_workload();
         let killed = Instant::now();
@@ -55,7 +58,10 @@ fn a_cgroup_is_governed_whenever_it_appears() {
         assert_eq!(refused.status.code(), Some(2), "{refused:?}");
         assert_eq!(bed.tenant("a").cgroups, [bed.cgroup("/a.slice")]);
         // Removed and made again it has another id.
-        let folder = bed.hierarchy().folder(&bed.cgroup("/a.slice")).expect("a path");
+        let folder = bed
+            .hierarchy()
+            .folder(&bed.cgroup("/a.slice"))
+            .expect("a path");
         let end = Instant::now() + Duration::from_secs(5);
         while std::fs::remove_dir(&folder).is_err() && Instant::now() < end {
             thread::sleep(Duration::from_millis(10));
@@ -70,9 +76,13 @@ fn a_cgroup_is_governed_whenever_it_appears() {
 #[test]
 fn a_tenant_that_comes_late_pays_for_what_is_there() {
     let bed = Bed::new(ONE);
-    bed.hierarchy().create(&bed.cgroup("/late.slice")).expect("a cgroup");
+    bed.hierarchy()
+        .create(&bed.cgroup("/late.slice"))
+        .expect("a cgroup");
     let mut actor = bed.stranger();
-    bed.hierarchy().attach(&bed.cgroup("/late.slice"), actor.pid()).expect("moved");
+    bed.hierarchy()
+        .attach(&bed.cgroup("/late.slice"), actor.pid())
+        .expect("moved");
     assert!(actor.tell("alloc 1GiB").starts_with("allocated"));
     bed.write_policy(&format!(
         "{ONE}[tenant.late]\ncgroup = \"@/late.slice\"\nmemory.max = \"2GiB\"\n"
@@ -118,7 +128,11 @@ fn what_happens_while_no_daemon_is_there_is_known_to_the_next() {
     thread::sleep(Duration::from_millis(300));
     bed.start();
     let truth = bed.sim.truth().expect("the truth");
-    let held: u64 = truth.gpus[0].processes.values().map(|process| process.rm_bytes).sum();
+    let held: u64 = truth.gpus[0]
+        .processes
+        .values()
+        .map(|process| process.rm_bytes)
+        .sum();
     assert_eq!(bed.wait_usage("a", 0, |used| used == held), held);
 }
 
@@ -138,7 +152,11 @@ fn calls_wait_for_a_daemon_and_are_refused_if_none_comes() {
     let asked = Instant::now();
     let answer = actor.tell("alloc 64MiB");
     assert!(answer.starts_with("out of memory"), "{answer}");
-    assert!(asked.elapsed() < Duration::from_secs(30), "{:?}", asked.elapsed());
+    assert!(
+        asked.elapsed() < Duration::from_secs(30),
+        "{:?}",
+        asked.elapsed()
+    );
     bed.start();
     let end = Instant::now() + Duration::from_secs(5);
     while !actor.tell("alloc 64MiB").starts_with("allocated") {
@@ -182,7 +200,10 @@ fn the_commands_exit_code_is_the_runners() {
     let bed = Bed::new(ONE);
     for (script, code) in [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137)] {
         let mut command = bed.run_command("a");
-        let status = command.args(["/bin/sh", "-c", script]).status().expect("run");
+        let status = command
+            .args(["/bin/sh", "-c", script])
+            .status()
+            .expect("run");
         assert_eq!(status.code(), Some(code), "{script}");
     }
 }

@@ -13,7 +13,11 @@ fn an_allocation_over_the_budget_is_out_of_memory_and_the_program_goes_on() {
     let bed = Bed::new(ONE);
     let mut actor = bed.actor("a");
     assert_eq!(actor.tell("alloc 1GiB"), "allocated 1073741824");
-    assert!(actor.tell("alloc 2GiB").contains("CUDA_ERROR_OUT_OF_MEMORY"));
+    assert!(
+        actor
+            .tell("alloc 2GiB")
+            .contains("CUDA_ERROR_OUT_OF_MEMORY")
+    );
     let usage = bed.usage("a", 0);
     // libcuda asks twice for one allocation; that is one refusal.
     assert_eq!((usage.denials, usage.breaches), (1, 0));
@@ -46,11 +50,20 @@ fn a_raised_budget_holds_at_once_and_is_kept() {
 #[test]
 fn a_change_that_is_not_acceptable_changes_nothing() {
     let bed = Bed::new(ONE);
-    for bad in ["memory.max=lots", "memory.max=1.5", "memory.high=9GiB", "no.such=1"] {
+    for bad in [
+        "memory.max=lots",
+        "memory.max=1.5",
+        "memory.high=9GiB",
+        "no.such=1",
+    ] {
         let refused = bed.ctl(&["set-property", "a", bad]);
         assert!(!refused.status.success(), "{bad}");
     }
-    assert!(!bed.ctl(&["set-property", "nobody", "memory.max=1GiB"]).status.success());
+    assert!(
+        !bed.ctl(&["set-property", "nobody", "memory.max=1GiB"])
+            .status
+            .success()
+    );
     let usage = bed.usage("a", 0);
     assert_eq!((usage.memory_max, usage.memory_high), (Some(3 * GIB), None));
     // One GPU's own value counts more than the tenant's: a change that it hides is refused, with the place.
@@ -59,7 +72,10 @@ fn a_change_that_is_not_acceptable_changes_nothing() {
     );
     assert!(bed.ctl(&["reload"]).status.success());
     let hidden = bed.ctl(&["set-property", "a", "memory.max=2GiB"]);
-    assert!(String::from_utf8_lossy(&hidden.stderr).contains("50-test.toml:5"), "{hidden:?}");
+    assert!(
+        String::from_utf8_lossy(&hidden.stderr).contains("50-test.toml:5"),
+        "{hidden:?}"
+    );
     bed.write_policy("[tenant.a]\ncgroup = \"@/a.slice\"\nmemory.maxx = \"1GiB\"\n");
     assert!(!bed.ctl(&["reload"]).status.success());
     assert_eq!(bed.usage("a", 0).memory_max, Some(3 * GIB));
@@ -81,9 +97,21 @@ fn four_processes_get_one_budget_together() {
     assert_eq!(usage.breaches, 0);
     // What the ledger says is what the driver gave, and no more than the budget was ever out.
     let truth = bed.sim.truth().expect("the truth");
-    let held: u64 = truth.gpus[0].processes.values().map(|process| process.rm_bytes).sum();
+    let held: u64 = truth.gpus[0]
+        .processes
+        .values()
+        .map(|process| process.rm_bytes)
+        .sum();
     assert_eq!(held, usage.memory_used);
-    assert!(truth.gpus[0].peak <= 3 * GIB + truth.gpus[0].processes.values().map(|p| p.hidden_bytes).sum::<u64>());
+    assert!(
+        truth.gpus[0].peak
+            <= 3 * GIB
+                + truth.gpus[0]
+                    .processes
+                    .values()
+                    .map(|p| p.hidden_bytes)
+                    .sum::<u64>()
+    );
 }
 
 #[test]
@@ -92,24 +120,42 @@ fn every_way_to_allocate_is_counted_and_refused() {
         let bed = Bed::new(ONE);
         let mut actor = bed.actor("a");
         let filled = actor.tell(&format!("fill --chunk 64MiB --via {via}"));
-        let bytes: u64 = filled.trim_start_matches("filled ").parse().unwrap_or_else(|_| panic!("{via}: {filled}"));
+        let bytes: u64 = filled
+            .trim_start_matches("filled ")
+            .parse()
+            .unwrap_or_else(|_| panic!("{via}: {filled}"));
         let usage = bed.usage("a", 0);
         assert!(usage.memory_used <= 3 * GIB, "{via}: {}", usage.memory_used);
         assert!(bytes > 2 * GIB, "{via}: only {bytes}");
-        assert!(usage.denials >= 1 && usage.breaches == 0, "{via}: {usage:?}");
+        assert!(
+            usage.denials >= 1 && usage.breaches == 0,
+            "{via}: {usage:?}"
+        );
     }
 }
 
 #[test]
 fn calls_in_disguise_are_counted_and_refused() {
-    for via in ["nvos64", "nvos21", "xfer", "odd-bits", "heap", "heap-range", "heap-tiled", "subdevice"] {
+    for via in [
+        "nvos64",
+        "nvos21",
+        "xfer",
+        "odd-bits",
+        "heap",
+        "heap-range",
+        "heap-tiled",
+        "subdevice",
+    ] {
         let bed = Bed::new(ONE);
         let fits = bed.run("a", &["--raw", "alloc", "2GiB", "--via", via]);
         assert!(fits.status.success(), "{via}: {fits:?}");
         let refused = bed.run("a", &["--raw", "alloc", "4GiB", "--via", via]);
         assert_eq!(refused.status.code(), Some(2), "{via}: {refused:?}");
         let usage = bed.usage("a", 0);
-        assert!(usage.denials >= 1 && usage.breaches == 0, "{via}: {usage:?}");
+        assert!(
+            usage.denials >= 1 && usage.breaches == 0,
+            "{via}: {usage:?}"
+        );
         assert!(usage.memory_peak >= 2 * GIB, "{via}: {usage:?}");
         assert_eq!(bed.wait_for_nothing(Duration::from_secs(2)), [], "{via}");
     }
@@ -137,7 +183,10 @@ fn a_nested_tenant_is_charged_to_every_tenant_around_it() {
     );
     let mut inner = bed.actor("inner");
     assert!(inner.tell("alloc 1GiB").starts_with("allocated"));
-    assert_eq!(bed.usage("inner", 0).memory_used, bed.usage("outer", 0).memory_used);
+    assert_eq!(
+        bed.usage("inner", 0).memory_used,
+        bed.usage("outer", 0).memory_used
+    );
     // Its own limit.
     assert!(inner.tell("alloc 1GiB").starts_with("out of memory"));
     // The outer one's: what the outer tenant uses itself counts too.

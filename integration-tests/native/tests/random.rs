@@ -57,7 +57,9 @@ struct Modelled {
 impl Modelled {
     fn start(bed: &Bed, tenant: usize) -> Self {
         let mut command = bed.run_command(TENANTS[tenant].0);
-        command.arg(binary("simtenant")).args(["--raw", "interactive"]);
+        command
+            .arg(binary("simtenant"))
+            .args(["--raw", "interactive"]);
         Self {
             actor: Actor::start(command),
             tenant,
@@ -85,7 +87,11 @@ fn charges(workloads: &[Modelled]) -> BTreeMap<&'static str, u64> {
 fn fits(workloads: &[Modelled], tenant: usize, bytes: u64) -> bool {
     let charges = charges(workloads);
     TENANTS[tenant].2.iter().all(|payer| {
-        let max = TENANTS.iter().find(|(name, ..)| name == payer).expect("a tenant").1;
+        let max = TENANTS
+            .iter()
+            .find(|(name, ..)| name == payer)
+            .expect("a tenant")
+            .1;
         charges[payer] + bytes <= max
     })
 }
@@ -122,7 +128,9 @@ fn step(bed: &Bed, random: &mut Random, workloads: &mut [Modelled]) {
         93..96 => {
             let answer = workloads[at].actor.tell("fork --hold 60s");
             let child = answer.trim_start_matches("forked ").parse();
-            workloads[at].children.push(child.unwrap_or_else(|_| panic!("{answer}")));
+            workloads[at]
+                .children
+                .push(child.unwrap_or_else(|_| panic!("{answer}")));
         }
         _ => {
             // Its children still hold the files: only with the last of them the memory goes.
@@ -140,7 +148,11 @@ fn step(bed: &Bed, random: &mut Random, workloads: &mut [Modelled]) {
 /// The ledger must come to what the model says, and the driver's truth with it.
 fn settle(bed: &Bed, workloads: &[Modelled]) {
     for (tenant, bytes) in charges(workloads) {
-        assert_eq!(bed.wait_usage(tenant, 0, |used| used == bytes), bytes, "{tenant}");
+        assert_eq!(
+            bed.wait_usage(tenant, 0, |used| used == bytes),
+            bytes,
+            "{tenant}"
+        );
     }
 }
 
@@ -151,8 +163,9 @@ fn random_sequences_end_with_the_ledger_that_the_model_says() {
     println!("GPUQUOTA_SEED={seed}");
     let mut random = Random(seed);
     let bed = Bed::new(POLICY);
-    let mut workloads: Vec<Modelled> =
-        (0..6).map(|number| Modelled::start(&bed, number % TENANTS.len())).collect();
+    let mut workloads: Vec<Modelled> = (0..6)
+        .map(|number| Modelled::start(&bed, number % TENANTS.len()))
+        .collect();
     for sequence in 0..sequences {
         for _ in 0..=random.below(6) {
             step(&bed, &mut random, &mut workloads);
@@ -165,15 +178,26 @@ fn random_sequences_end_with_the_ledger_that_the_model_says() {
         workload.children.iter().copied().for_each(kill);
         workload.actor.finish();
     }
-    assert_eq!(bed.wait_for_nothing(Duration::from_secs(5)), [], "seed {seed}");
+    assert_eq!(
+        bed.wait_for_nothing(Duration::from_secs(5)),
+        [],
+        "seed {seed}"
+    );
     for (tenant, max, _) in TENANTS {
         let usage = bed.usage(tenant, 0);
-        assert!(usage.memory_peak <= max, "seed {seed}: {tenant} had {}", usage.memory_peak);
+        assert!(
+            usage.memory_peak <= max,
+            "seed {seed}: {tenant} had {}",
+            usage.memory_peak
+        );
         assert_eq!(usage.breaches, 0, "seed {seed}: {tenant}");
     }
     let truth = bed.sim.truth().expect("the truth");
     assert_eq!(truth.gpus[0].used, 0, "seed {seed}");
-    println!("{sequences} sequences, {} allocations granted by the driver", truth.gpus[0].allocations);
+    println!(
+        "{sequences} sequences, {} allocations granted by the driver",
+        truth.gpus[0].allocations
+    );
 }
 
 #[test]
@@ -183,10 +207,14 @@ fn racing_workloads_never_get_more_than_their_budget() {
     let mut random = Random(seed);
     let bed = Bed::new(POLICY);
     for _ in 0..3 {
-        let mut workloads: Vec<Modelled> =
-            (0..6).map(|number| Modelled::start(&bed, number % TENANTS.len())).collect();
+        let mut workloads: Vec<Modelled> = (0..6)
+            .map(|number| Modelled::start(&bed, number % TENANTS.len()))
+            .collect();
         for workload in &mut workloads {
-            let step = format!("random --seed {} --ops 100 --largest 256MiB", random.below(1 << 30));
+            let step = format!(
+                "random --seed {} --ops 100 --largest 256MiB",
+                random.below(1 << 30)
+            );
             workload.actor.order(&step);
         }
         std::thread::sleep(Duration::from_millis(20 + random.below(80)));
@@ -198,18 +226,33 @@ fn racing_workloads_never_get_more_than_their_budget() {
             workload.actor.answer();
             workload.actor.finish();
         }
-        assert_eq!(bed.wait_for_nothing(Duration::from_secs(5)), [], "seed {seed}");
+        assert_eq!(
+            bed.wait_for_nothing(Duration::from_secs(5)),
+            [],
+            "seed {seed}"
+        );
     }
     for (tenant, max, _) in TENANTS {
         let usage = bed.usage(tenant, 0);
-        assert!(usage.memory_peak <= max, "seed {seed}: {tenant} had {}", usage.memory_peak);
+        assert!(
+            usage.memory_peak <= max,
+            "seed {seed}: {tenant} had {}",
+            usage.memory_peak
+        );
         assert_eq!(usage.breaches, 0, "seed {seed}: {tenant}");
-        assert!(usage.memory_peak > max / 4, "seed {seed}: {tenant} was hardly used");
+        assert!(
+            usage.memory_peak > max / 4,
+            "seed {seed}: {tenant} was hardly used"
+        );
     }
     let truth = bed.sim.truth().expect("the truth");
     // A channel group costs the driver something that no call asks for (the simulated one: 2 MiB a process).
     let unasked = 6 * 2 * MIB;
     let most = TENANTS[0].1 + TENANTS[2].1 + unasked;
-    assert!(truth.gpus[0].peak <= most, "seed {seed}: {} were out at once", truth.gpus[0].peak);
+    assert!(
+        truth.gpus[0].peak <= most,
+        "seed {seed}: {} were out at once",
+        truth.gpus[0].peak
+    );
     assert_eq!(truth.gpus[0].used, 0, "seed {seed}");
 }

@@ -16,7 +16,9 @@ const SATURATE: &str = "launch --rate max --kernel-us 500 --for";
 
 fn tenants(list: &[(&str, &str)]) -> String {
     list.iter()
-        .map(|(name, properties)| format!("[tenant.{name}]\ncgroup = \"@/{name}.slice\"\n{properties}\n"))
+        .map(|(name, properties)| {
+            format!("[tenant.{name}]\ncgroup = \"@/{name}.slice\"\n{properties}\n")
+        })
         .collect()
 }
 
@@ -97,14 +99,20 @@ fn disabled(bed: &Bed, pid: u32) -> (usize, usize) {
         .flat_map(|client| &client.groups)
         .flat_map(|group| group.channels.iter().map(|channel| channel.disabled))
         .collect();
-    (channels.iter().filter(|disabled| **disabled).count(), channels.len())
+    (
+        channels.iter().filter(|disabled| **disabled).count(),
+        channels.len(),
+    )
 }
 
 /// Waits until `holds`, and tells how long that took.
 fn wait_for(what: &str, patience: Duration, mut holds: impl FnMut() -> bool) -> Duration {
     let start = Instant::now();
     while !holds() {
-        assert!(start.elapsed() < patience, "{what}: not within {patience:?}");
+        assert!(
+            start.elapsed() < patience,
+            "{what}: not within {patience:?}"
+        );
         thread::sleep(Duration::from_millis(2));
     }
     start.elapsed()
@@ -127,7 +135,9 @@ fn time_is_shared_by_weight() {
         for window in &windows {
             assert_close(&shares(window), &wanted, 4.0);
         }
-        let sum: Vec<f64> = (0..2).map(|at| windows.iter().map(|window| window[at]).sum()).collect();
+        let sum: Vec<f64> = (0..2)
+            .map(|at| windows.iter().map(|window| window[at]).sum())
+            .collect();
         println!("{a}:{b} {:?}", shares(&sum));
         assert_close(&shares(&sum), &wanted, 2.0);
     }
@@ -150,11 +160,16 @@ fn more_tenants_and_more_processes_share_by_weight() {
 
 #[test]
 fn a_change_is_in_the_driver_within_50_ms() {
-    let bed = Bed::new(&tenants(&[("a", "time.weight = 100"), ("b", "time.weight = 100")]));
+    let bed = Bed::new(&tenants(&[
+        ("a", "time.weight = 100"),
+        ("b", "time.weight = 100"),
+    ]));
     let (mut first, pids) = actors(&bed, &["a"]);
     let a = pids[0];
     // Alone in its round.
-    wait_for("a slice", Duration::from_secs(1), || slices(&bed, a) == [10_000; 4]);
+    wait_for("a slice", Duration::from_secs(1), || {
+        slices(&bed, a) == [10_000; 4]
+    });
     // Another tenant gets a context, and another one in the same tenant, and loses it again.
     let (others, pids) = actors(&bed, &["b"]);
     let took = wait_for("two slices", Duration::from_secs(1), || {
@@ -163,9 +178,13 @@ fn a_change_is_in_the_driver_within_50_ms() {
     println!("a new tenant: {took:?} after it said that it has a context");
     assert!(took < Duration::from_millis(100), "{took:?}");
     drop(others);
-    wait_for("one slice", Duration::from_secs(2), || slices(&bed, a) == [10_000; 4]);
+    wait_for("one slice", Duration::from_secs(2), || {
+        slices(&bed, a) == [10_000; 4]
+    });
     let (_others, pids) = actors(&bed, &["b"]);
-    wait_for("two slices", Duration::from_secs(1), || slices(&bed, a) == [5000; 4]);
+    wait_for("two slices", Duration::from_secs(1), || {
+        slices(&bed, a) == [5000; 4]
+    });
     let set = bed.ctl(&["set-property", "b", "time.weight=300", "--runtime"]);
     assert!(set.status.success(), "{set:?}");
     let took = wait_for("new weights", Duration::from_secs(1), || {
@@ -193,7 +212,11 @@ fn a_tenants_own_slice_is_undone_and_counted() {
             .collect()
     };
     wait_for("the slice of the policy", Duration::from_secs(2), || {
-        all_slices() == [10_000] && bed.usage("a", 0).time.is_some_and(|time| time.own_controls > 0)
+        all_slices() == [10_000]
+            && bed
+                .usage("a", 0)
+                .time
+                .is_some_and(|time| time.own_controls > 0)
     });
     thread::sleep(Duration::from_millis(200));
     assert_eq!(all_slices(), [10_000]);
@@ -212,12 +235,17 @@ fn a_tenant_is_frozen_and_goes_on() {
     // Not a nanosecond; and the other one has the GPU for itself.
     assert!(used[0].abs() < f64::EPSILON && used[1] > 700.0, "{used:?}");
     let status = bed.ctl(&["status", "a"]);
-    assert!(String::from_utf8_lossy(&status.stdout).contains("command"), "{status:?}");
+    assert!(
+        String::from_utf8_lossy(&status.stdout).contains("command"),
+        "{status:?}"
+    );
     // A context that it makes while frozen is frozen as well.
     let mut late = bed.actor("a");
     late.order("context");
     let late_pid = late.workload_pid();
-    wait_for("a frozen newcomer", Duration::from_secs(3), || disabled(&bed, late_pid) == (20, 20));
+    wait_for("a frozen newcomer", Duration::from_secs(3), || {
+        disabled(&bed, late_pid) == (20, 20)
+    });
     let thawed = bed.ctl(&["thaw", "a"]);
     assert!(thawed.status.success(), "{thawed:?}");
     assert_eq!(disabled(&bed, pids[0]), (0, 20));
@@ -241,7 +269,9 @@ fn a_frozen_tenant_can_be_killed() {
     assert!(bed.ctl(&["freeze", "a"]).status.success());
     assert_eq!(disabled(&bed, pids[0]), (20, 20));
     actors[0].kill_workload();
-    wait_for("its end", Duration::from_secs(2), || disabled(&bed, pids[0]) == (0, 0));
+    wait_for("its end", Duration::from_secs(2), || {
+        disabled(&bed, pids[0]) == (0, 0)
+    });
     assert_eq!(bed.wait_for_nothing(Duration::from_secs(2)), []);
     // The next one is frozen by the same order, until it ends.
     assert!(bed.ctl(&["thaw", "a"]).status.success());
@@ -262,7 +292,9 @@ fn a_ceiling_holds_on_an_idle_gpu() {
         println!("{percent} %: {got:.1} %");
         assert_close(&[got], &[f64::from(percent)], 3.0);
         actors[0].answer();
-        wait_for("thawed", Duration::from_secs(5), || disabled(&bed, pids[0]).0 == 0);
+        wait_for("thawed", Duration::from_secs(5), || {
+            disabled(&bed, pids[0]).0 == 0
+        });
     }
 }
 
@@ -273,7 +305,9 @@ fn ceilings_are_spread_and_a_nested_tenant_pays_for_its_outer_one() {
          [tenant.b]\ncgroup = \"@/b.slice\"\ntime.max = \"50%\"\n\
          [tenant.inner]\ncgroup = \"@/b.slice/inner.slice\"\n",
     );
-    bed.hierarchy().create(&bed.cgroup("/b.slice/inner.slice")).expect("a cgroup");
+    bed.hierarchy()
+        .create(&bed.cgroup("/b.slice/inner.slice"))
+        .expect("a cgroup");
     let (mut actors, pids) = actors(&bed, &["a", "inner"]);
     saturate(&mut actors, Duration::from_secs(5));
     thread::sleep(Duration::from_secs(1));
@@ -313,9 +347,13 @@ fn a_latency_target_squeezes_best_effort_tenants() {
          [tenant.b]\ncgroup = \"@/b.slice\"\nclass = \"best-effort\"\ntime.weight = 100\n",
     );
     let (mut actors, pids) = actors(&bed, &["a", "b"]);
-    wait_for("equal slices", Duration::from_secs(1), || slices(&bed, pids[1]) == [5000; 4]);
+    wait_for("equal slices", Duration::from_secs(1), || {
+        slices(&bed, pids[1]) == [5000; 4]
+    });
     saturate(&mut actors, Duration::from_secs(4));
-    wait_for("a squeeze", Duration::from_secs(3), || slices(&bed, pids[1])[0] <= 1600);
+    wait_for("a squeeze", Duration::from_secs(3), || {
+        slices(&bed, pids[1])[0] <= 1600
+    });
     // 2 ms are one slice of 1250 µs and two switches of 200: two steps are enough.
     thread::sleep(Duration::from_secs(1));
     assert_eq!(slices(&bed, pids[1])[0], 1250);
@@ -324,7 +362,9 @@ fn a_latency_target_squeezes_best_effort_tenants() {
         assert!(actor.answer().starts_with("launched"));
     }
     // Nobody has a target to meet any more.
-    wait_for("a release", Duration::from_secs(8), || slices(&bed, pids[1])[0] == 5000);
+    wait_for("a release", Duration::from_secs(8), || {
+        slices(&bed, pids[1])[0] == 5000
+    });
 }
 
 #[test]
@@ -337,7 +377,10 @@ fn gpu_time_and_pressure_are_accounted() {
     let truth = busy(&bed)[&pids[0]];
     let known = time.used.as_secs_f64() * 1e3;
     println!("{time:?}, truth {truth:.0} ms");
-    assert!((known - truth).abs() < 0.1 * truth + 200.0, "{known} for {truth}");
+    assert!(
+        (known - truth).abs() < 0.1 * truth + 200.0,
+        "{known} for {truth}"
+    );
     assert_close(&[100.0 * time.share_1s], &[40.0], 8.0);
     // It wanted all of the GPU and got less than half of it.
     assert!(time.pressure.full.avg10 > 0.1, "{time:?}");
@@ -375,14 +418,22 @@ fn nobody_stays_frozen_when_the_daemon_is_gone() {
         if round % 3 == 1 {
             assert!(bed.ctl(&["freeze", "c"]).status.success());
         }
-        bed.signal_daemon(if round % 4 == 3 { libc::SIGTERM } else { libc::SIGKILL });
+        bed.signal_daemon(if round % 4 == 3 {
+            libc::SIGTERM
+        } else {
+            libc::SIGKILL
+        });
         let frozen: usize = pids.iter().map(|pid| disabled(&bed, *pid).0).sum();
         found_frozen += usize::from(frozen > 0);
         if round % 2 == 0 {
             let ended = Instant::now();
             let released = bed.release_all();
             assert!(released.status.success(), "{released:?}");
-            assert!(ended.elapsed() < Duration::from_secs(1), "{:?}", ended.elapsed());
+            assert!(
+                ended.elapsed() < Duration::from_secs(1),
+                "{:?}",
+                ended.elapsed()
+            );
             for pid in &pids {
                 assert_eq!(disabled(&bed, *pid).0, 0, "round {round}");
             }
@@ -390,7 +441,9 @@ fn nobody_stays_frozen_when_the_daemon_is_gone() {
         bed.start();
         // Whoever is frozen now is so by the new daemon, which thaws in every period.
         for pid in &pids {
-            wait_for("thawed", Duration::from_secs(1), || disabled(&bed, *pid) == (0, 20));
+            wait_for("thawed", Duration::from_secs(1), || {
+                disabled(&bed, *pid) == (0, 20)
+            });
         }
     }
     bed.signal_daemon(libc::SIGTERM);
@@ -416,7 +469,9 @@ fn a_process_that_was_there_first_is_taken_over() {
     assert_eq!(second.tell("context"), "context");
     bed.start();
     let pid = first.pid();
-    wait_for("its slices", Duration::from_secs(5), || slices(&bed, pid) == [5000; 4]);
+    wait_for("its slices", Duration::from_secs(5), || {
+        slices(&bed, pid) == [5000; 4]
+    });
     // Its memory is charged, and the budget holds on top of it.
     let used = bed.wait_usage("a", 0, |used| used > 1 << 30);
     let held = bed.sim.truth().expect("the truth").gpus[0].processes[&pid].rm_bytes;
@@ -459,10 +514,17 @@ fn an_exclusive_tenant_whose_launches_are_counted_is_seen_at_once() {
     });
     let start = Instant::now();
     actors[0].order("launch --rate 2000/s --kernel-us 25 --for 500ms");
-    let took = wait_for("the other one frozen", Duration::from_secs(1), || disabled(&bed, pids[1]) == (20, 20));
+    let took = wait_for("the other one frozen", Duration::from_secs(1), || {
+        disabled(&bed, pids[1]) == (20, 20)
+    });
     println!("frozen {took:?} after the order to launch");
     assert!(took < Duration::from_millis(150), "{took:?}");
     let answer = actors[0].answer();
-    assert!(answer.starts_with("launched") && start.elapsed() < Duration::from_secs(2), "{answer}");
-    wait_for("thawed", Duration::from_secs(3), || disabled(&bed, pids[1]) == (0, 20));
+    assert!(
+        answer.starts_with("launched") && start.elapsed() < Duration::from_secs(2),
+        "{answer}"
+    );
+    wait_for("thawed", Duration::from_secs(3), || {
+        disabled(&bed, pids[1]) == (0, 20)
+    });
 }

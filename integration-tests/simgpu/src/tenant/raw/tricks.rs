@@ -158,7 +158,9 @@ impl Raw {
                 lateout("r8") _, lateout("r9") _, lateout("r10") _, lateout("r11") _,
             );
         }
-        let result = result.cast_signed() as i32;
+        // A 32-bit call answers in the lower half.
+        let result = (result & 0xffff_ffff).cast_signed().wrapping_shl(32) >> 32;
+        let result = i32::try_from(result).unwrap_or(-libc::EIO);
         if result < 0 {
             return Err(TenantError::Ioctl {
                 call: "RM_ALLOC",
@@ -187,7 +189,7 @@ impl Raw {
         let asked =
             unsafe { AtomicU64::from_ptr(mapping.0.add(PARAMS + memparams::REQUESTED).cast()) };
         let over = Arc::new(AtomicBool::new(false));
-        let outcome = std::thread::scope(|scope| {
+        std::thread::scope(|scope| {
             let stop = Arc::clone(&over);
             scope.spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
@@ -200,8 +202,7 @@ impl Raw {
             let outcome = self.race(&mut mapping, &page, handle, size);
             over.store(true, Ordering::Relaxed);
             outcome
-        });
-        outcome
+        })
     }
 
     fn race(
@@ -226,14 +227,14 @@ impl Raw {
             if result < 0 || u32_at(mapping.argument(), nvos64::STATUS) != status::OK {
                 continue;
             }
-            // SAFETY: an aligned word of the mapping, which the other thread does not write.
-            let got = unsafe {
+            // SAFETY: bytes of the mapping, which the other thread does not write.
+            let got = u64::from_ne_bytes(unsafe {
                 mapping
                     .0
                     .add(PARAMS + memparams::LIMIT)
-                    .cast::<u64>()
+                    .cast::<[u8; 8]>()
                     .read_volatile()
-            };
+            });
             let got = got.saturating_add(1);
             if got >= size {
                 return Ok(());
