@@ -87,6 +87,7 @@ fn stock_kernel() {
 }
 
 #[test]
+#[ignore = "takes minutes under emulation; ALL=1 make test SUITE=vm runs it"]
 fn stock_kernel_locked_down() {
     check(
         "stock-locked",
@@ -104,6 +105,7 @@ fn override_kernel() {
 }
 
 #[test]
+#[ignore = "takes minutes under emulation; ALL=1 make test SUITE=vm runs it"]
 fn override_kernel_locked_down() {
     check(
         "override-locked",
