@@ -42,7 +42,7 @@ struct Arguments {
     #[arg(long)]
     release_all: bool,
     /// How the daemon starts its guard of stopped processes
-    #[arg(long, num_args = 2, value_names = ["IDS", "ROOT"], hide = true)]
+    #[arg(long, num_args = 2..=4, value_names = ["IDS", "ROOT", "PINS", "DEVICES"], hide = true)]
     launch_guard: Option<Vec<String>>,
     /// Check settings and policy, and end
     #[arg(long)]
@@ -95,8 +95,15 @@ fn start_logging() {
 }
 
 fn run(arguments: Arguments) -> anyhow::Result<()> {
-    if let Some([ids, root]) = arguments.launch_guard.as_deref() {
-        return launch::release::guard(ids, Path::new(root));
+    if let Some([ids, root, frozen @ ..]) = arguments.launch_guard.as_deref() {
+        let frozen = match frozen {
+            [pins, device_dir] => Some(time::release::Whereabouts {
+                pins: pins.into(),
+                device_dir: device_dir.into(),
+            }),
+            _ => None,
+        };
+        return launch::release::guard(ids, Path::new(root), frozen.as_ref());
     }
     let mut config = Config::load(arguments.config.as_deref())?;
     if let Some(bus) = arguments.bus {

@@ -8,6 +8,7 @@ use super::{Enforcer, EnforcerError};
 use crate::{
     control::Notice,
     launch::{Host, Member, attach},
+    time::release::Whereabouts,
 };
 
 impl Host for Enforcer {
@@ -51,6 +52,13 @@ impl Host for Enforcer {
 
     fn notify(&self, notice: Notice) {
         Enforcer::notify(self, notice);
+    }
+
+    fn frozen(&self) -> Option<Whereabouts> {
+        self.unpinned.is_none().then(|| Whereabouts {
+            pins: self.config.bpf_directory.clone(),
+            device_dir: self.config.gpu.device_dir.clone(),
+        })
     }
 }
 

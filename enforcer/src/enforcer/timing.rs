@@ -47,10 +47,15 @@ impl Enforcer {
     /// How it stands with the control of GPU time.
     pub(super) fn time_findings(&self) -> Vec<Finding> {
         if !self.time.is_on() {
+            let why = if self.known_driver {
+                "its thread has ended by a fault, see the log; restart the daemon"
+            } else {
+                "the driver version is not known; see gpu.accept-driver"
+            };
             return vec![finding(
                 "GPU time",
                 Verdict::Warning,
-                "not controlled: the driver version is not known; see gpu.accept-driver".to_owned(),
+                format!("not controlled: {why}"),
             )];
         }
         let mut findings = vec![finding(

@@ -113,7 +113,7 @@ impl Running {
             .launch()
             .take_notices()
             .ok_or(KernelError::Missing("LAUNCH_NOTICES"))?;
-        let guard = release::start_guard(record, hierarchy)
+        let guard = release::start_guard(record, hierarchy, host.frozen().as_ref())
             .map_err(system("starting the guard of stopped processes"))?;
         let nanos = |span: Duration| u64::try_from(span.as_nanos()).unwrap_or(u64::MAX);
         let word = launch::Settings {
@@ -608,7 +608,8 @@ impl Attacher {
         let started = Hierarchy::open(Some(&self.root))
             .map_err(|error| std::io::Error::other(error.to_string()))
             .and_then(|hierarchy| {
-                release::start_guard(&self.launches.kernel.launch().record, &hierarchy)
+                let record = &self.launches.kernel.launch().record;
+                release::start_guard(record, &hierarchy, self.host.frozen().as_ref())
             });
         match started {
             Ok(line) => {

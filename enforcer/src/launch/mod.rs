@@ -35,6 +35,7 @@ use crate::{
     },
     doctor,
     kernel::{Kernel, KernelError},
+    time::release::Whereabouts,
 };
 
 /// Processes that are shown for a tenant: those with the most launches.
@@ -63,6 +64,8 @@ pub trait Host: Send + Sync {
     fn name_of(&self, tenant: u32) -> String;
     /// Tells whoever listens.
     fn notify(&self, notice: control::Notice);
+    /// Where the guard finds what is frozen on the GPUs; `None` if that is written down nowhere.
+    fn frozen(&self) -> Option<Whereabouts>;
 }
 
 /// A process with probes, as it is shown.

@@ -30,6 +30,7 @@ use crate::{
         KernelError,
         launch::{MAPS, Record},
     },
+    time::release::Whereabouts,
 };
 
 /// The argument with which the daemon starts its guard.
@@ -111,14 +112,20 @@ impl Line {
     }
 }
 
-/// Starts the guard of this process.
-pub fn start_guard(record: &Record, hierarchy: &Hierarchy) -> io::Result<Line> {
+/// Starts the guard of this process, which also thaws what is frozen on the GPUs.
+pub fn start_guard(
+    record: &Record,
+    hierarchy: &Hierarchy,
+    frozen: Option<&Whereabouts>,
+) -> io::Result<Line> {
     let ids = record.ids().map(|id| id.to_string()).join(",");
     let mut command = Command::new("/proc/self/exe");
     command
         .arg(GUARD_ARGUMENT)
         .arg(ids)
         .arg(hierarchy.root())
+        .args(frozen.map(|frozen| &frozen.pins))
+        .args(frozen.map(|frozen| &frozen.device_dir))
         .arg0("gpuquotad: launch guard")
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
@@ -140,8 +147,9 @@ pub fn start_guard(record: &Record, hierarchy: &Hierarchy) -> io::Result<Line> {
 
 /// The whole life of the guard: waits for the daemon's end, or until its heartbeat stops, and continues everybody.
 ///
-/// `ids` are those of [`Record::ids`], separated by commas; `root` is where cgroups are mounted.
-pub fn guard(ids: &str, root: &Path) -> anyhow::Result<()> {
+/// `ids` are those of [`Record::ids`], separated by commas; `root` is where cgroups are mounted; `frozen` says where it
+/// is written what is frozen on the GPUs.
+pub fn guard(ids: &str, root: &Path, frozen: Option<&Whereabouts>) -> anyhow::Result<()> {
     let ids: Vec<u32> = ids.split(',').map(str::parse).collect::<Result<_, _>>()?;
     let ids: [u32; MAPS] = ids
         .try_into()
@@ -161,7 +169,16 @@ pub fn guard(ids: &str, root: &Path) -> anyhow::Result<()> {
         if silent > 2 * HEARTBEAT_STALE_NS {
             // It lives and does nothing: stopped, or stuck. The programs stop nobody by now.
             everybody(&record, &hierarchy)?;
+            if let Some(frozen) = frozen {
+                frozen.thaw();
+            }
         }
+    }
+    // A new daemon has thawed what was left before it started its own guard.
+    if let Some(frozen) = frozen
+        && record.settings()?.helper_tgid == std::process::id()
+    {
+        frozen.thaw();
     }
     let mut count = all_for_good_once(&record, &hierarchy)?;
     let end = Instant::now() + AFTERWARDS;

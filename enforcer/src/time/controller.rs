@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     io,
+    panic::{self, AssertUnwindSafe},
     path::PathBuf,
     sync::{
         Arc, Mutex, PoisonError,
@@ -46,13 +47,12 @@ const LAUNCH_LINGER: Duration = Duration::from_millis(50);
 
 enum Message {
     Event(Event),
-    Rules(Rules),
+    Wake,
     Resync,
     Utilization(Utilization),
     Hold(Hold),
     Stranger(Place, u32, String),
     Ended(u32),
-    Stop,
 }
 
 /// An order to freeze or thaw.
@@ -77,7 +77,7 @@ pub struct Held {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HoldError {
     /// Time is not controlled at all.
-    #[error("GPU time is not controlled: the driver version is not known; see gpu.accept-driver")]
+    #[error("GPU time is not controlled; `gpuquotactl doctor` says why")]
     Off,
     /// The thread does not answer.
     #[error("the driver did not carry it out within {PATIENCE:?}")]
@@ -94,8 +94,13 @@ struct Shared {
     notes: Mutex<Vec<(u32, String)>>,
     /// For bug reports.
     dump: Mutex<serde_json::Value>,
+    /// A policy that came into force.
+    rules: Mutex<Option<Rules>>,
     /// Messages were lost: look at everything.
     resync: AtomicBool,
+    stop: AtomicBool,
+    /// The thread has ended by a fault.
+    failed: AtomicBool,
 }
 
 /// What the thread needs.
@@ -161,9 +166,19 @@ impl TimeControl {
             },
         )?;
         let shared = Arc::clone(&self.shared);
-        let thread = thread::Builder::new()
-            .name("time".into())
-            .spawn(move || Worker::new(parts, shared, questions).run(&inbox))?;
+        let thread = thread::Builder::new().name("time".into()).spawn(move || {
+            let (kernel, processes, node) = (
+                Arc::clone(&parts.kernel),
+                Arc::clone(&parts.processes),
+                parts.node,
+            );
+            let work = || Worker::new(parts, Arc::clone(&shared), questions).run(&inbox);
+            if panic::catch_unwind(AssertUnwindSafe(work)).is_err() {
+                error!("GPU time is not controlled any more: restart the daemon");
+                shared.failed.store(true, Ordering::Relaxed);
+                release::thaw_all(&mut &*kernel, node, &*processes);
+            }
+        })?;
         *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         self.started.store(true, Ordering::Relaxed);
         Ok(())
@@ -174,8 +189,8 @@ impl TimeControl {
         let Some(thread) = take(&self.thread) else {
             return;
         };
-        // A full inbox is being emptied: wait for room.
-        let _ = self.inbox.send(Message::Stop);
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.tell(Message::Wake);
         if thread.join().is_err() {
             error!("the time thread panicked");
         }
@@ -206,10 +221,12 @@ impl TimeControl {
 
     /// A policy came into force.
     pub fn rules(&self, rules: Rules) {
-        if self.started.load(Ordering::Relaxed) {
-            // Not to be lost; there is room soon.
-            let _ = self.inbox.send(Message::Rules(rules));
-        }
+        *self
+            .shared
+            .rules
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Some(rules);
+        self.tell(Message::Wake);
     }
 
     /// A process that was there before the daemon is out of reach.
@@ -241,9 +258,11 @@ impl TimeControl {
             on,
             done,
         };
-        self.inbox
-            .send(Message::Hold(hold))
-            .map_err(|_| HoldError::Off)?;
+        match self.inbox.try_send(Message::Hold(hold)) {
+            Ok(()) => {}
+            Err(TrySendError::Full(_)) => return Err(HoldError::Timeout),
+            Err(TrySendError::Disconnected(_)) => return Err(HoldError::Off),
+        }
         answer
             .recv_timeout(PATIENCE)
             .map_err(|_| HoldError::Timeout)
@@ -279,7 +298,7 @@ impl TimeControl {
 
     /// Whether time is controlled.
     pub fn is_on(&self) -> bool {
-        self.started.load(Ordering::Relaxed)
+        self.started.load(Ordering::Relaxed) && !self.shared.failed.load(Ordering::Relaxed)
     }
 }
 
@@ -327,7 +346,7 @@ impl Worker {
     fn run(mut self, inbox: &Receiver<Message>) {
         self.engine.replace(self.kernel.objects());
         let mut wait = Duration::ZERO;
-        'serve: loop {
+        loop {
             let first = match inbox.recv_timeout(wait) {
                 Ok(message) => Some(message),
                 Err(RecvTimeoutError::Timeout) => None,
@@ -336,7 +355,6 @@ impl Worker {
             let mut holds = Vec::new();
             for message in first.into_iter().chain(inbox.try_iter().take(INBOX)) {
                 match message {
-                    Message::Stop => break 'serve,
                     Message::Hold(hold) => {
                         for gpu in &hold.gpus {
                             self.engine.hold(&hold.tenant, *gpu, hold.reason, hold.on);
@@ -345,6 +363,13 @@ impl Worker {
                     }
                     other => self.take(other),
                 }
+            }
+            if self.shared.stop.load(Ordering::Relaxed) {
+                break;
+            }
+            if let Some(rules) = take(&self.shared.rules) {
+                self.engine.set_rules(rules);
+                self.published = None;
             }
             if self.shared.resync.swap(false, Ordering::Relaxed) {
                 self.engine.replace(self.kernel.objects());
@@ -363,6 +388,16 @@ impl Worker {
             if self.published.is_none_or(|before| now >= before + PUBLISH) {
                 self.published = Some(now);
                 self.publish();
+                let recorded = self
+                    .kernel
+                    .frozen()
+                    .into_iter()
+                    .map(|(key, _)| Place {
+                        gpu: key.gpu,
+                        tgid: key.tgid,
+                    })
+                    .collect();
+                self.engine.compare_frozen(&recorded);
             }
         }
         self.questions.stop();
@@ -386,10 +421,6 @@ impl Worker {
         let now = self.levers.now();
         match message {
             Message::Event(event) => self.event(&event, now),
-            Message::Rules(rules) => {
-                self.engine.set_rules(rules);
-                self.published = None;
-            }
             Message::Resync => self.engine.replace(self.kernel.objects()),
             Message::Utilization(news) => self.utilization(news, now),
             Message::Stranger(place, tenant, why) => {
@@ -397,7 +428,7 @@ impl Worker {
                 self.published = None;
             }
             Message::Ended(tgid) => self.engine.ended(tgid),
-            Message::Hold(_) | Message::Stop => {}
+            Message::Hold(_) | Message::Wake => {}
         }
     }
 

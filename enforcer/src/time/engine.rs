@@ -582,6 +582,17 @@ impl Engine {
         !stale.is_empty()
     }
 
+    /// Compares with what is written down as frozen: what somebody else thawed, because this process stood still, is
+    /// frozen again.
+    pub fn compare_frozen(&mut self, recorded: &BTreeSet<Place>) {
+        let thawed = self
+            .frozen
+            .iter()
+            .filter(|(place, channels)| !channels.is_empty() && !recorded.contains(place))
+            .map(|(place, _)| *place);
+        self.unsure.extend(thawed);
+    }
+
     /// Thaws everybody, for the end.
     pub fn thaw_all(&mut self, levers: &mut dyn Levers) {
         let places: Vec<Place> = self.frozen.keys().copied().collect();

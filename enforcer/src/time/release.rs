@@ -85,6 +85,30 @@ pub fn thaw_all(ledger: &mut dyn Ledger, node: DeviceKey, view: &dyn ProcessView
     thawed
 }
 
+/// Where somebody else than the daemon finds what is frozen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Whereabouts {
+    /// Directory of the pins.
+    pub pins: PathBuf,
+    /// Directory of the driver's nodes.
+    pub device_dir: PathBuf,
+}
+
+impl Whereabouts {
+    /// Thaws everybody, and says in the log if that does not work.
+    pub fn thaw(&self) {
+        let outcome = PinDir::open(&self.pins)
+            .map_err(|source| ReleaseError::Node {
+                path: self.pins.clone(),
+                source,
+            })
+            .and_then(|pins| after_daemon(&pins, &self.device_dir));
+        if let Err(error) = outcome {
+            warn!(%error, "what the daemon froze cannot be thawed");
+        }
+    }
+}
+
 /// Thaws what a daemon that is gone left frozen, from its pins alone. Returns how many clients that were.
 pub fn after_daemon(pins: &PinDir, device_dir: &Path) -> Result<usize, ReleaseError> {
     let Some(mut leftovers) = Leftovers::open(pins)? else {
@@ -108,7 +132,7 @@ pub enum ReleaseError {
     /// The pinned maps cannot be read.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// The driver's control node is not there.
+    /// The pins or the driver's control node are not there.
     #[error("{path}: {source}")]
     Node {
         /// Which.

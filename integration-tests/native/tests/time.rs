@@ -418,13 +418,13 @@ fn nobody_stays_frozen_when_the_daemon_is_gone() {
         if round % 3 == 1 {
             assert!(bed.ctl(&["freeze", "c"]).status.success());
         }
+        let frozen: usize = pids.iter().map(|pid| disabled(&bed, *pid).0).sum();
+        found_frozen += usize::from(frozen > 0);
         bed.signal_daemon(if round % 4 == 3 {
             libc::SIGTERM
         } else {
             libc::SIGKILL
         });
-        let frozen: usize = pids.iter().map(|pid| disabled(&bed, *pid).0).sum();
-        found_frozen += usize::from(frozen > 0);
         if round % 2 == 0 {
             let ended = Instant::now();
             let released = bed.release_all();
@@ -527,4 +527,30 @@ fn an_exclusive_tenant_whose_launches_are_counted_is_seen_at_once() {
     wait_for("thawed", Duration::from_secs(3), || {
         disabled(&bed, pids[1]) == (0, 20)
     });
+}
+
+#[test]
+fn the_guard_thaws_when_the_daemon_is_killed_or_stands_still() {
+    let mut bed = Bed::new(&tenants(&[("a", "")]));
+    let (actors, pids) = actors(&bed, &["a"]);
+    assert!(bed.ctl(&["freeze", "a"]).status.success());
+    let daemon = bed.daemon_pid().cast_signed();
+    // SAFETY: our own child.
+    unsafe { libc::kill(daemon, libc::SIGSTOP) };
+    wait_for("thawed", Duration::from_secs(8), || {
+        disabled(&bed, pids[0]) == (0, 20)
+    });
+    // SAFETY: as above.
+    unsafe { libc::kill(daemon, libc::SIGCONT) };
+    // The order still holds.
+    wait_for("frozen again", Duration::from_secs(3), || {
+        disabled(&bed, pids[0]) == (20, 20)
+    });
+    bed.signal_daemon(libc::SIGKILL);
+    let took = wait_for("thawed by the guard", Duration::from_secs(2), || {
+        disabled(&bed, pids[0]) == (0, 20)
+    });
+    println!("thawed {took:?} after the daemon's end");
+    drop(actors);
+    bed.start();
 }
