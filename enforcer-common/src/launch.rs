@@ -225,6 +225,12 @@ pub struct Calls {
     pub told_ns: u64,
     /// Index of the symbol through which it was last delayed.
     pub symbol: u64,
+    /// 1 if its last launch was delayed.
+    pub last_delayed: u64,
+    /// Launches that came after one that was not delayed: how fast it would go.
+    pub thinks: u64,
+    /// Nanoseconds between them and those before.
+    pub think_ns: u64,
 }
 
 impl Calls {
@@ -315,6 +321,30 @@ pub const fn cookie(slot: u32, symbol: u32) -> u64 {
 /// In the symbol of a [`cookie`]: what is launched is a graph, named by the first argument.
 pub const GRAPH: u32 = 1 << 16;
 
+/// What a call says about the kernel nodes of a graph; in the place of the symbol in a [`cookie`].
+pub mod graph_call {
+    /// `(CUgraphNode *out, CUgraph graph, …)`: one node more.
+    pub const ADD: u32 = 1;
+    /// `(CUgraphNode *out, CUgraph graph, dependencies, count, CUgraph child)`: the nodes of another graph more.
+    pub const ADD_CHILD: u32 = 2;
+    /// `(CUstream stream, …)`: launches become nodes from now on.
+    pub const BEGIN_CAPTURE: u32 = 3;
+    /// `(CUstream stream, CUgraph *out)`: the graph that they became.
+    pub const END_CAPTURE: u32 = 4;
+    /// `(OUT *out, CUgraph graph, …)`: another handle for the same nodes.
+    pub const COPY: u32 = 5;
+}
+
+/// A graph call between entry and return, by thread.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Making {
+    /// Where the new handle will be written.
+    pub out: u64,
+    /// Kernel nodes of what it stands for.
+    pub nodes: u64,
+}
+
 /// Graphs whose kernel nodes are known.
 pub const MAX_GRAPHS: u32 = 65536;
 /// A graph counts as this many launches at most.
@@ -332,7 +362,7 @@ pub struct GraphKey {
 
 /// Operations of the program `launch_op`, run as those of [`crate::op`].
 pub mod op {
-    /// Forget what a bucket owes, after its limit changed: `[RESET, tenant]`.
+    /// Fill a bucket, after its limit changed: `[RESET, tenant, span]`.
     pub const RESET: u64 = 1;
 }
 
@@ -380,11 +410,12 @@ mod tests {
         assert_eq!(size_of::<Limit>(), 32);
         assert_eq!(size_of::<Bucket>(), 64);
         assert_eq!(size_of::<Slot>(), 32);
-        assert_eq!(size_of::<Calls>(), 96);
+        assert_eq!(size_of::<Calls>(), 120);
         assert_eq!(size_of::<Done>(), 8);
         assert_eq!(size_of::<Settings>(), 32);
         assert_eq!(size_of::<Notice>(), 48);
         assert_eq!(size_of::<GraphKey>(), 16);
+        assert_eq!(size_of::<Making>(), 16);
         assert_eq!(core::mem::offset_of!(Calls, stops), 32);
         assert_eq!(core::mem::offset_of!(Notice, until_ns), 32);
     }

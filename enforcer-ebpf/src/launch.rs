@@ -184,10 +184,17 @@ fn note(launch: &Launch<'_>, time: u64) {
     let calls = launch.calls;
     word!((*calls).launches).add(1);
     let last = word!((*calls).last_ns).swap(time);
+    // SAFETY: a field of a map value; threads that launch side by side may lose one.
+    let was_delayed = unsafe { core::mem::replace(&mut (*calls).last_delayed, 0) } != 0;
     if last == 0 {
         return;
     }
-    let index = gap_index(time.wrapping_sub(last));
+    let gap = time.wrapping_sub(last);
+    if !was_delayed {
+        word!((*calls).thinks).add(1);
+        word!((*calls).think_ns).add(gap);
+    }
+    let index = gap_index(gap);
     if let Some(gaps) = LAUNCH_GAPS.get_ptr_mut(launch.tenant)
         && index < GAPS
     {
@@ -333,7 +340,10 @@ fn delay(launch: &Launch<'_>, wait: &Wait, time: u64, longest_spin: u64) {
     word!((*calls).delayed).add(1);
     word!((*calls).delay_ns).add(ns);
     // SAFETY: a field of a map value; the last writer may win.
-    unsafe { (*calls).symbol = u64::from(launch.symbol & (GRAPH - 1)) };
+    unsafe {
+        (*calls).symbol = u64::from(launch.symbol & (GRAPH - 1));
+        (*calls).last_delayed = 1;
+    }
     let until = time + ns;
     if spins {
         spin(until);

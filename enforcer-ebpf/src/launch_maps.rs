@@ -5,7 +5,7 @@ use aya_ebpf::{
     maps::{Array, HashMap, LruHashMap, RingBuf},
 };
 use gpuquota_common::{
-    launch::{Bucket, Calls, Done, Gaps, GraphKey, Limit, MAX_GRAPHS, MAX_SLOTS, Settings, Slot},
+    launch::{Bucket, Calls, Done, Gaps, GraphKey, Limit, MAX_GRAPHS, MAX_SLOTS, Making, Settings, Slot},
     map::{MAX_TENANTS, banked},
 };
 
@@ -39,6 +39,12 @@ pub static LAUNCH_FROZEN: HashMap<u64, u64> = HashMap::with_max_entries(MAX_SLOT
 /// Kernel nodes of graphs, by process and handle. An old graph that is lost costs one launch.
 #[map]
 pub static LAUNCH_GRAPHS: LruHashMap<GraphKey, u64> = LruHashMap::with_max_entries(MAX_GRAPHS, 0);
+/// Graph calls between entry and return, by thread (process in the upper half).
+#[map]
+pub static LAUNCH_MAKING: LruHashMap<u64, Making> = LruHashMap::with_max_entries(4096, 0);
+/// Launches of a process when a capture began, by process and stream.
+#[map]
+pub static LAUNCH_CAPTURES: LruHashMap<GraphKey, u64> = LruHashMap::with_max_entries(4096, 0);
 /// What the controller has to see to.
 #[map]
 pub static LAUNCH_NOTICES: RingBuf = RingBuf::with_byte_size(1 << 18, 0);

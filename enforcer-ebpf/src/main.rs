@@ -38,6 +38,7 @@ mod deny_rewrite;
 mod ioctl_enter;
 mod ioctl_exit;
 mod launch;
+mod launch_graph;
 mod launch_maps;
 mod launch_op;
 mod launch_signal;

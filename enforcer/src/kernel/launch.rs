@@ -12,14 +12,14 @@ use std::{
 use aya::{
     Ebpf,
     maps::{Array, HashMap, Map, MapData, MapError, RingBuf},
-    programs::links::FdLink,
+    programs::{ProbeKind, links::FdLink},
 };
 use gpuquota_common::{
     launch::{Bucket, Calls, Done, Gaps, Limit, MAX_SLOTS, Settings, Slot},
     map::{MAX_TENANTS, banked},
 };
 
-use super::{KernelError, PinDir, map_error, take, uprobe_multi::MultiProgram};
+use super::{KernelError, PinDir, map_error, take, uprobe_multi::{MultiError, MultiProgram, Source}};
 
 /// Maps that live on across restarts.
 pub(super) const PINNED: &[&str] = &[
@@ -218,8 +218,64 @@ pub struct LaunchMaps {
 
 /// The launch programs for links of many probes.
 pub(super) struct Multi {
-    pub(super) plain: MultiProgram,
-    pub(super) spin: MultiProgram,
+    launch: MultiProgram,
+    spin: MultiProgram,
+    graph: MultiProgram,
+    graph_return: MultiProgram,
+}
+
+impl Multi {
+    pub(super) fn load(source: &Source) -> Result<Self, MultiError> {
+        let load = |program: LaunchProgram| {
+            source.load(program.name(), program == LaunchProgram::Spin)
+        };
+        Ok(Self {
+            launch: load(LaunchProgram::Launch)?,
+            spin: load(LaunchProgram::Spin)?,
+            graph: load(LaunchProgram::Graph)?,
+            graph_return: load(LaunchProgram::GraphReturn)?,
+        })
+    }
+
+    pub(super) fn program(&self, program: LaunchProgram) -> &MultiProgram {
+        match program {
+            LaunchProgram::Launch => &self.launch,
+            LaunchProgram::Spin => &self.spin,
+            LaunchProgram::Graph => &self.graph,
+            LaunchProgram::GraphReturn => &self.graph_return,
+        }
+    }
+}
+
+/// A program for probes in a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LaunchProgram {
+    /// On launch calls.
+    Launch,
+    /// On launch calls of processes that spin; where the kernel has no such, as [`LaunchProgram::Launch`].
+    Spin,
+    /// On the entry of calls that make graphs.
+    Graph,
+    /// On their return.
+    GraphReturn,
+}
+
+impl LaunchProgram {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Launch => "launch",
+            Self::Spin => "launch_spin",
+            Self::Graph => "launch_graph",
+            Self::GraphReturn => "launch_graph_return",
+        }
+    }
+
+    pub(super) fn kind(self) -> ProbeKind {
+        match self {
+            Self::GraphReturn => ProbeKind::Return,
+            _ => ProbeKind::Entry,
+        }
+    }
 }
 
 /// A link; letting go of it detaches.

@@ -22,7 +22,7 @@ use aya::{
     Ebpf, EbpfLoader, RawTracePointRunOptions, TestRun as _,
     maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, RingBuf},
     programs::{
-        ProbeKind, ProgramError, RawTracePoint, TracePoint, UProbe,
+        ProgramError, RawTracePoint, TracePoint, UProbe,
         links::{FdLink, LinkError, PinnedLink},
         uprobe::{UProbeAttachLocation, UProbeAttachPoint, UProbeScope},
     },
@@ -38,6 +38,8 @@ use gpuquota_common::{
 };
 
 use tracing::debug;
+
+use self::launch::LaunchProgram;
 
 pub use deny::DenyHook;
 pub use launch::LaunchMaps;
@@ -293,24 +295,28 @@ impl Kernel {
     /// `thread` is the process itself, or another thread of it once the first has ended.
     pub fn attach_launch(
         &self,
-        spins: bool,
+        program: LaunchProgram,
         (process, thread): (u32, u32),
         file: &Path,
         points: &[(u64, u64)],
     ) -> Result<Vec<launch::Probe>, KernelError> {
-        let spins = spins && self.launch.no_spin.is_none();
-        let name = if spins { "launch_spin" } else { "launch" };
+        let program = match program {
+            LaunchProgram::Spin if self.launch.no_spin.is_some() => LaunchProgram::Launch,
+            other => other,
+        };
+        let name = program.name();
         if let Some(multi) = self.launch.multi.as_ref().filter(|_| process == thread) {
-            let program = if spins { &multi.spin } else { &multi.plain };
-            return program
-                .attach(process, file, points)
+            let returns = program == LaunchProgram::GraphReturn;
+            return multi
+                .program(program)
+                .attach(process, file, points, returns)
                 .map(|link| vec![launch::Probe::Many(link)])
                 .map_err(|source| KernelError::Probe {
                     file: file.to_owned(),
                     source,
                 });
         }
-        let mut program = self.launch_program(name)?;
+        let mut program = self.launch_program(program)?;
         let scope = std::num::NonZeroU32::new(thread)
             .map_or(UProbeScope::CallingProcess, UProbeScope::OneProcess);
         points
@@ -335,7 +341,8 @@ impl Kernel {
     }
 
     /// A handle of its own on a loaded launch program, so that many processes are attached to at once.
-    fn launch_program(&self, name: &'static str) -> Result<UProbe, KernelError> {
+    fn launch_program(&self, program: LaunchProgram) -> Result<UProbe, KernelError> {
+        let name = program.name();
         let info = {
             let ebpf = lock(&self.ebpf);
             let program: &UProbe = ebpf
@@ -345,16 +352,20 @@ impl Kernel {
                 .map_err(program_error(name))?;
             program.info().map_err(program_error(name))?
         };
-        // SAFETY: the program is one that was loaded as an entry uprobe from our own object.
-        unsafe { UProbe::from_program_info(info, name.into(), ProbeKind::Entry) }
+        // SAFETY: the program is one that was loaded as a uprobe of this kind from our own object.
+        unsafe { UProbe::from_program_info(info, name.into(), program.kind()) }
             .map_err(program_error(name))
     }
 
-    /// Has a bucket forget what it owes.
-    pub fn reset_launches(&self, tenant: u32) -> Result<(), KernelError> {
+    /// Fills a bucket.
+    pub fn fill_launches(&self, tenant: u32, span: u64) -> Result<(), KernelError> {
         self.run(
             "launch_op",
-            &[gpuquota_common::launch::op::RESET, u64::from(tenant)],
+            &[
+                gpuquota_common::launch::op::RESET,
+                u64::from(tenant),
+                span,
+            ],
         )
         .map(drop)
     }
@@ -822,13 +833,11 @@ fn load_launch(
     };
     maps.unavailable = refused("launch")?;
     maps.no_spin = refused("launch_spin")?;
+    for name in ["launch_graph", "launch_graph_return"] {
+        maps.unavailable = maps.unavailable.take().or(refused(name)?);
+    }
     maps.multi = uprobe_multi::Source::new(OBJECT, descriptors)
-        .and_then(|source| {
-            Ok(launch::Multi {
-                plain: source.load("launch", false)?,
-                spin: source.load("launch_spin", true)?,
-            })
-        })
+        .and_then(|source| launch::Multi::load(&source))
         .inspect_err(|why| debug!(%why, "launch probes are attached one by one"))
         .ok();
     Ok(maps)

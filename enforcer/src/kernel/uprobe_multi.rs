@@ -24,6 +24,8 @@ use aya_obj::{
 
 /// First release whose per-process links mean all threads of a process.
 const LEAST_RELEASE: (u32, u32) = (6, 12);
+/// `BPF_F_UPROBE_MULTI_RETURN`
+const RETURN: u32 = 1;
 /// `BPF_F_SLEEPABLE`
 const SLEEPABLE: u32 = 1 << 4;
 
@@ -108,7 +110,7 @@ impl Source {
         })
     }
 
-    /// Loads an entry uprobe for links of this kind.
+    /// Loads a uprobe or uretprobe for links of this kind.
     pub fn load(&self, name: &str, sleepable: bool) -> Result<MultiProgram, MultiError> {
         let program = self
             .object
@@ -154,8 +156,15 @@ pub struct MultiProgram {
 }
 
 impl MultiProgram {
-    /// Probes a process at places of a file: offsets, each with its cookie.
-    pub fn attach(&self, process: u32, file: &Path, points: &[(u64, u64)]) -> io::Result<OwnedFd> {
+    /// Probes a process at places of a file: offsets, each with its cookie; with `returns` where the functions that
+    /// begin there return.
+    pub fn attach(
+        &self,
+        process: u32,
+        file: &Path,
+        points: &[(u64, u64)],
+        returns: bool,
+    ) -> io::Result<OwnedFd> {
         let path = CString::new(file.as_os_str().as_bytes())?;
         let (offsets, cookies): (Vec<u64>, Vec<u64>) = points.iter().copied().unzip();
         // SAFETY: all zero is a valid value of this union of plain integers.
@@ -170,6 +179,7 @@ impl MultiProgram {
         multi.offsets = offsets.as_ptr() as u64;
         multi.cookies = cookies.as_ptr() as u64;
         multi.cnt = count(offsets.len());
+        multi.flags = if returns { RETURN } else { 0 };
         multi.pid = process;
         // SAFETY: everything that the structure points to lives until the call returns.
         unsafe { bpf(bpf_cmd::BPF_LINK_CREATE, &mut attr) }

@@ -528,6 +528,8 @@ impl Attacher {
             launches: calls.launches,
             delayed: calls.delayed,
             delay_ns: calls.delay_ns,
+            thinks: calls.thinks,
+            think_ns: calls.think_ns,
         };
         let tenant = attached.member.tenant;
         let newly = calls.delayed.saturating_sub(attached.delayed);

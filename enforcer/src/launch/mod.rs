@@ -122,7 +122,7 @@ impl Launches {
         Ok(())
     }
 
-    /// The bank is in force: buckets whose limit is another one forget what they owe, and probes follow.
+    /// The bank is in force: buckets whose limit is another one begin full, and probes follow.
     pub fn put_in_force(&self, budgets: Budgets) -> Result<(), KernelError> {
         let before = {
             let mut now = self.budgets.write().unwrap_or_else(PoisonError::into_inner);
@@ -130,8 +130,9 @@ impl Launches {
         };
         let now = self.budgets();
         for tenant in 0..MAX_TENANTS {
-            if before.limit(tenant).interval != now.limit(tenant).interval {
-                self.kernel.reset_launches(tenant)?;
+            let limit = now.limit(tenant);
+            if before.limit(tenant).interval != limit.interval {
+                self.kernel.fill_launches(tenant, limit.span)?;
             }
         }
         self.send(Message::Sweep);

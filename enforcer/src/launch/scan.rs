@@ -13,14 +13,17 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use gpuquota_common::launch::{GRAPH, cookie, pace};
+use gpuquota_common::launch::{GRAPH, cookie, graph_call, pace};
 use tracing::debug;
 
 use super::{
     limits::Treatment,
     symbols::{self, Cost, KNOWN, Symbol, Symbols},
 };
-use crate::kernel::{Kernel, KernelError, launch::Probe};
+use crate::kernel::{
+    Kernel, KernelError,
+    launch::{LaunchProgram, Probe},
+};
 
 /// A file, as the kernel tells files apart.
 pub type FileId = (u64, u64);
@@ -222,13 +225,21 @@ pub fn run(kernel: &Kernel, cache: &Cache, job: &Job) -> Result<Found, ScanError
             .iter()
             .map(|symbol| (symbol.offset, cookie(job.slot, cache.cookie_index(symbol))))
             .collect();
+        let program = if job.treatment.pace == pace::SPIN {
+            LaunchProgram::Spin
+        } else {
+            LaunchProgram::Launch
+        };
         let probes = kernel.attach_launch(
-            job.treatment.pace == pace::SPIN,
+            program,
             (job.tgid, job.thread),
             &path,
             &points,
         )?;
         found.links.extend(probes);
+        if job.treatment.counts_nodes {
+            found.links.extend(attach_graph_calls(kernel, &path, &symbols, job)?);
+        }
         found.files.push(FoundFile {
             id,
             name: fs::read_link(&path).unwrap_or(path),
@@ -242,6 +253,38 @@ pub fn run(kernel: &Kernel, cache: &Cache, job: &Job) -> Result<Found, ScanError
         });
     }
     Ok(found)
+}
+
+/// Probes on the calls that make graphs: at their entry, and where a handle comes out at their return too.
+fn attach_graph_calls(
+    kernel: &Kernel,
+    path: &Path,
+    symbols: &Symbols,
+    job: &Job,
+) -> Result<Vec<Probe>, KernelError> {
+    let points = |with: fn(u32) -> bool| -> Vec<(u64, u64)> {
+        symbols
+            .graphs
+            .iter()
+            .filter(|(_, call)| with(*call))
+            // Arguments are where the calling convention has them only at the very entry.
+            .map(|(symbol, call)| (symbol.entry, cookie(job.slot, *call)))
+            .collect()
+    };
+    let who = (job.tgid, job.thread);
+    let mut probes = Vec::new();
+    for (program, points) in [
+        (LaunchProgram::Graph, points(|_| true)),
+        (
+            LaunchProgram::GraphReturn,
+            points(|call| matches!(call, graph_call::END_CAPTURE | graph_call::COPY)),
+        ),
+    ] {
+        if !points.is_empty() {
+            probes.extend(kernel.attach_launch(program, who, path, &points)?);
+        }
+    }
+    Ok(probes)
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Launch storms: a process that wants to launch far more than it may, for long.
 //!
-//! Pure. A process that is delayed shows how fast it would go by how fast it goes while it is not delayed: its launches
-//! over the time that is left when the delays are taken off.
+//! Pure. How fast a process would go is seen by the time between a launch that was not delayed and the next one; of
+//! one whose launches are all delayed, by its launches over the time that is left when the delays are taken off.
 
 use std::time::Duration;
 
@@ -25,6 +25,10 @@ pub struct Sample {
     pub delayed: u64,
     /// Nanoseconds of delay so far.
     pub delay_ns: u64,
+    /// Launches after one that was not delayed.
+    pub thinks: u64,
+    /// Nanoseconds between them and those before.
+    pub think_ns: u64,
 }
 
 /// One process.
@@ -56,13 +60,14 @@ impl Watch {
         if passed == 0 {
             return None;
         }
-        let delay = now.delay_ns.saturating_sub(last.delay_ns);
-        let undelayed = passed
-            .saturating_sub(delay)
-            .max(passed / LEAST_SHARE)
-            .max(1);
-        #[expect(clippy::cast_precision_loss, reason = "an estimate")]
-        let wanted = now.launches.saturating_sub(last.launches) as f64 / undelayed as f64 * 1e9;
+        let thinks = now.thinks.saturating_sub(last.thinks);
+        let wanted = if thinks > 0 {
+            per_second(thinks, now.think_ns.saturating_sub(last.think_ns))
+        } else {
+            let delay = now.delay_ns.saturating_sub(last.delay_ns);
+            let undelayed = passed.saturating_sub(delay).max(passed / LEAST_SHARE);
+            per_second(now.launches.saturating_sub(last.launches), undelayed)
+        };
         let storms = now.delayed > last.delayed && wanted >= budget * f64::from(threshold.factor);
         if !storms {
             self.since_ns = None;
@@ -77,6 +82,11 @@ impl Watch {
         self.reported = true;
         Some(wanted)
     }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "an estimate")]
+fn per_second(count: u64, nanos: u64) -> f64 {
+    count as f64 / nanos.max(1) as f64 * 1e9
 }
 
 #[cfg(test)]
@@ -139,11 +149,32 @@ mod tests {
             launches: 900,
             delayed: 900,
             delay_ns: 16 * SECOND,
+            ..Sample::default()
         };
         let threshold = Threshold {
             factor: 10,
             window: Duration::ZERO,
         };
         assert_eq!(watch.observe(sample, 2000.0, threshold), None);
+    }
+
+    #[test]
+    fn how_fast_a_process_goes_is_seen_between_its_delays() {
+        let mut watch = Watch::new(Sample::default());
+        let threshold = Threshold {
+            factor: 10,
+            window: Duration::ZERO,
+        };
+        // 100 launches 2 µs after the one before; the rest waited, and woke late.
+        let sample = Sample {
+            at_ns: SECOND,
+            launches: 1000,
+            delayed: 900,
+            delay_ns: SECOND / 4,
+            thinks: 100,
+            think_ns: 200_000,
+        };
+        let wanted = watch.observe(sample, 1000.0, threshold);
+        assert!(wanted.is_some_and(|wanted| (wanted - 500_000.0).abs() < 1.0), "{wanted:?}");
     }
 }

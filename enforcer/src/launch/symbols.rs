@@ -5,6 +5,7 @@
 
 use std::{fs::File, io, os::unix::fs::FileExt as _};
 
+use gpuquota_common::launch::graph_call;
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction};
 use object::{
     LittleEndian, elf,
@@ -38,35 +39,26 @@ pub const EXPECTED: &[&str] = &[
     "cuGraphLaunch_ptsz",
 ];
 
-/// Calls through which the kernel nodes of graphs are learned. Indices as in [`GraphCall`].
-pub const GRAPH_CALLS: &[(&str, GraphCall)] = &[
-    ("cuGraphAddKernelNode", GraphCall::AddKernel),
-    ("cuGraphAddKernelNode_v2", GraphCall::AddKernel),
-    ("cuStreamBeginCapture", GraphCall::BeginCapture),
-    ("cuStreamBeginCapture_ptsz", GraphCall::BeginCapture),
-    ("cuStreamBeginCapture_v2", GraphCall::BeginCapture),
-    ("cuStreamBeginCapture_v2_ptsz", GraphCall::BeginCapture),
-    ("cuStreamEndCapture", GraphCall::EndCapture),
-    ("cuStreamEndCapture_ptsz", GraphCall::EndCapture),
-    ("cuGraphInstantiate", GraphCall::Instantiate),
-    ("cuGraphInstantiate_v2", GraphCall::Instantiate),
-    ("cuGraphInstantiateWithFlags", GraphCall::Instantiate),
-    ("cuGraphInstantiateWithParams", GraphCall::Instantiate),
-    ("cuGraphInstantiateWithParams_ptsz", GraphCall::Instantiate),
+/// Calls through which the kernel nodes of graphs are learned, with their [`graph_call`].
+pub const GRAPH_CALLS: &[(&str, u32)] = &[
+    ("cuGraphAddKernelNode", graph_call::ADD),
+    ("cuGraphAddKernelNode_v2", graph_call::ADD),
+    ("cuGraphAddNode", graph_call::ADD),
+    ("cuGraphAddNode_v2", graph_call::ADD),
+    ("cuGraphAddChildGraphNode", graph_call::ADD_CHILD),
+    ("cuStreamBeginCapture", graph_call::BEGIN_CAPTURE),
+    ("cuStreamBeginCapture_ptsz", graph_call::BEGIN_CAPTURE),
+    ("cuStreamBeginCapture_v2", graph_call::BEGIN_CAPTURE),
+    ("cuStreamBeginCapture_v2_ptsz", graph_call::BEGIN_CAPTURE),
+    ("cuStreamEndCapture", graph_call::END_CAPTURE),
+    ("cuStreamEndCapture_ptsz", graph_call::END_CAPTURE),
+    ("cuGraphClone", graph_call::COPY),
+    ("cuGraphInstantiate", graph_call::COPY),
+    ("cuGraphInstantiate_v2", graph_call::COPY),
+    ("cuGraphInstantiateWithFlags", graph_call::COPY),
+    ("cuGraphInstantiateWithParams", graph_call::COPY),
+    ("cuGraphInstantiateWithParams_ptsz", graph_call::COPY),
 ];
-
-/// What a call says about the kernel nodes of a graph.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GraphCall {
-    /// `(CUgraphNode *out, CUgraph graph, …)`: one node more.
-    AddKernel,
-    /// `(CUstream stream, …)`: launches of this thread become nodes from now on.
-    BeginCapture,
-    /// `(CUstream stream, CUgraph *out)`: the graph that they became.
-    EndCapture,
-    /// `(CUgraphExec *out, CUgraph graph, …)`: the graph in the form that is launched.
-    Instantiate,
-}
 
 /// Prefixes of launch calls: a later driver may have calls that [`KNOWN`] does not.
 const PREFIXES: &[&str] = &["cuLaunch", "cuGraphLaunch"];
@@ -111,7 +103,7 @@ pub struct Symbols {
     /// Those that launch.
     pub launches: Vec<Symbol>,
     /// Those that tell about graphs, by their entries.
-    pub graphs: Vec<(Symbol, GraphCall)>,
+    pub graphs: Vec<(Symbol, u32)>,
 }
 
 impl Symbols {

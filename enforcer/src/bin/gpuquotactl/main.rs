@@ -4,6 +4,7 @@ mod args;
 mod change;
 mod error;
 mod generate;
+mod launches;
 mod monitor;
 mod output;
 mod policy;

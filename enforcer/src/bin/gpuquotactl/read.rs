@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use crate::{
     error::Error,
+    launches,
     output::{Align, Screen, Style, Table, clean, limit, print, print_json, size},
 };
 
@@ -216,6 +217,10 @@ fn one_text(tenant: &Tenant, screen: Screen) -> String {
     if let Some(time) = time_text(tenant, screen) {
         text.push('\n');
         text.push_str(&time);
+    }
+    if let Some(launches) = launches::text(tenant, screen) {
+        text.push('\n');
+        text.push_str(&launches);
     }
     if tenant.gpus.iter().any(|gpu| !gpu.processes.is_empty()) {
         let mut table = Table::new(&[

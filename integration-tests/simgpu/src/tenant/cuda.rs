@@ -357,8 +357,8 @@ impl Cuda {
         ))
     }
 
-    /// A graph with one kernel.
-    pub fn graph(&self, kernel: Kernel) -> Result<GraphExec, TenantError> {
+    /// A graph that launches a kernel so many times.
+    pub fn graph(&self, kernel: Kernel, nodes: u32) -> Result<GraphExec, TenantError> {
         let mut graph: *mut c_void = std::ptr::null_mut();
         call!(self, cuGraphCreate(&raw mut graph => *mut *mut c_void, 0 => c_uint))?;
         let params = KernelNodeParams {
@@ -372,13 +372,15 @@ impl Cuda {
             context: std::ptr::null_mut(),
         };
         let mut node: *mut c_void = std::ptr::null_mut();
-        call!(self, cuGraphAddKernelNode_v2(
-            &raw mut node => *mut *mut c_void,
-            graph => *mut c_void,
-            std::ptr::null() => *const *mut c_void,
-            0 => usize,
-            &raw const params => *const KernelNodeParams,
-        ))?;
+        for _ in 0..nodes {
+            call!(self, cuGraphAddKernelNode_v2(
+                &raw mut node => *mut *mut c_void,
+                graph => *mut c_void,
+                std::ptr::null() => *const *mut c_void,
+                0 => usize,
+                &raw const params => *const KernelNodeParams,
+            ))?;
+        }
         let mut exec: *mut c_void = std::ptr::null_mut();
         call!(self, cuGraphInstantiateWithFlags(
             &raw mut exec => *mut *mut c_void,

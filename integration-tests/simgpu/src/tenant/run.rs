@@ -95,7 +95,8 @@ impl Tenant {
                 duration,
                 kernel_us,
                 via,
-            } => self.launch(*rate, *duration, *kernel_us, *via),
+                nodes,
+            } => self.launch(*rate, *duration, *kernel_us, *via, *nodes),
             Step::Burst {
                 kernels,
                 kernel_us,
@@ -258,13 +259,14 @@ impl Tenant {
         duration: Duration,
         kernel_us: u64,
         via: LaunchVia,
+        nodes: u32,
     ) -> Result<String, TenantError> {
         let cuda = self.cuda()?;
         let name = format!("spin_{kernel_us}us");
         let kernel = cuda.kernel(&spin(&name, kernel_us), &name)?;
         let launcher = cuda.launcher()?;
         let graph = match via {
-            LaunchVia::Graph => Some(cuda.graph(kernel)?),
+            LaunchVia::Graph => Some(cuda.graph(kernel, nodes)?),
             _ => None,
         };
         let start = Instant::now();

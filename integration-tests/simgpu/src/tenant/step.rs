@@ -80,7 +80,7 @@ pub enum LaunchVia {
     Ex,
     /// `cuLaunchCooperativeKernel`.
     Cooperative,
-    /// `cuGraphLaunch` of a graph with one kernel.
+    /// `cuGraphLaunch`.
     Graph,
 }
 
@@ -147,6 +147,9 @@ pub enum Step {
         /// How.
         #[arg(long, value_enum, default_value = "kernel")]
         via: LaunchVia,
+        /// Kernels of a graph.
+        #[arg(long, default_value_t = 1)]
+        nodes: u32,
     },
     /// Launch some kernels and wait for them, again and again; print how long that takes.
     Burst {
