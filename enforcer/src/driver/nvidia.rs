@@ -175,9 +175,8 @@ impl Control {
     /// Device instances by the minor number of the GPU's node.
     fn instances(&self) -> Result<BTreeMap<u32, u32>, DriverError> {
         // The whole table is the argument, as libcuda passes it.
-        const SIZE: u16 = 32 * card::SIZE as u16;
-        let size = SIZE;
-        let mut entries = [0u8; SIZE as usize];
+        let mut entries = [0u8; 32 * card::SIZE];
+        let size = u16::try_from(entries.len()).unwrap_or(u16::MAX);
         self.call(
             "CARD_INFO",
             IoctlCmd {

@@ -137,7 +137,7 @@ impl Enforcer {
             match self.kernel.adopt_object(key, &object) {
                 Ok(()) => taken += 1,
                 Err(error) => {
-                    warn!(%error, tgid, "an object of a process that was there before is not recorded")
+                    warn!(%error, tgid, "an object of a process that was there before is not recorded");
                 }
             }
         }

@@ -188,9 +188,15 @@ fn live(engine: &mut Engine, model: &mut Model, span: Duration, late: Duration, 
         let wait = engine.step(model);
         seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         let lateness = late * (seed >> 24) / 256;
-        model.pass((wait + lateness).clamp(Duration::from_micros(50), (end - model.now).max(MS)));
+        model.pass((wait + lateness).clamp(
+            Duration::from_micros(50),
+            end.saturating_sub(model.now).max(MS),
+        ));
         if measure && model.now >= next_measure {
-            let (from_us, to_us) = (micros(next_measure - 100 * MS), model.wall_us());
+            let (from_us, to_us) = (
+                micros(next_measure.saturating_sub(100 * MS)),
+                model.wall_us(),
+            );
             let busy: Vec<Busy> = model
                 .busy
                 .iter()
@@ -198,7 +204,9 @@ fn live(engine: &mut Engine, model: &mut Model, span: Duration, late: Duration, 
                     tgid: *tgid,
                     from_us,
                     to_us,
-                    busy_us: micros(*busy - measured.get(tgid).copied().unwrap_or_default()),
+                    busy_us: micros(
+                        busy.saturating_sub(measured.get(tgid).copied().unwrap_or_default()),
+                    ),
                 })
                 .collect();
             measured.clone_from(&model.busy);
@@ -549,7 +557,7 @@ proptest! {
         live(&mut engine, &mut model, Duration::from_secs(1), late, measured);
         let before = model.busy[&10];
         live(&mut engine, &mut model, Duration::from_secs(10), late, measured);
-        let got = (model.busy[&10] - before).as_secs_f64() / 10.0;
+        let got = model.busy[&10].saturating_sub(before).as_secs_f64() / 10.0;
         prop_assert!((got - limit).abs() < 0.02, "{got} for {limit}");
     }
 
