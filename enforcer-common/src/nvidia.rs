@@ -35,7 +35,7 @@ impl IoctlCmd {
 
 /// Escape numbers (`nv_escape.h`, `nv-ioctl-numbers.h`).
 pub mod nr {
-    /// Legacy memory allocation, on a GPU node; [`NVOS02_FD_SIZE`](super::NVOS02_FD_SIZE).
+    /// Legacy memory allocation, on a GPU node; see [`nvos02`](super::nvos02).
     pub const RM_ALLOC_MEMORY: u8 = 0x27;
     /// Allocates an object that takes no parameters; 20 bytes, status at 16.
     pub const RM_ALLOC_OBJECT: u8 = 0x28;

@@ -6,17 +6,13 @@
 
 use aya_ebpf::{
     EbpfContext as _,
-    helpers::{
-        bpf_get_current_pid_tgid, bpf_probe_read_user, generated::bpf_get_attach_cookie,
-    },
+    helpers::{bpf_get_current_pid_tgid, bpf_probe_read_user, generated::bpf_get_attach_cookie},
     macros::{uprobe, uretprobe},
     programs::{ProbeContext, RetProbeContext},
 };
 use gpuquota_common::launch::{GraphKey, Making, graph_call};
 
-use crate::launch_maps::{
-    LAUNCH_CALLS, LAUNCH_CAPTURES, LAUNCH_GRAPHS, LAUNCH_MAKING,
-};
+use crate::launch_maps::{LAUNCH_CALLS, LAUNCH_CAPTURES, LAUNCH_GRAPHS, LAUNCH_MAKING};
 
 /// Entry of a call that makes graphs or adds to them.
 #[uprobe]
@@ -79,7 +75,9 @@ fn launches(slot: u32) -> u64 {
 #[inline(always)]
 fn nodes(graph: u64) -> u64 {
     // SAFETY: values are replaced as a whole.
-    unsafe { LAUNCH_GRAPHS.get(key(graph)) }.copied().unwrap_or(0)
+    unsafe { LAUNCH_GRAPHS.get(key(graph)) }
+        .copied()
+        .unwrap_or(0)
 }
 
 #[inline(always)]

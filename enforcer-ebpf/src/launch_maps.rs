@@ -5,7 +5,9 @@ use aya_ebpf::{
     maps::{Array, HashMap, LruHashMap, RingBuf},
 };
 use gpuquota_common::{
-    launch::{Bucket, Calls, Done, Gaps, GraphKey, Limit, MAX_GRAPHS, MAX_SLOTS, Making, Settings, Slot},
+    launch::{
+        Bucket, Calls, Done, Gaps, GraphKey, Limit, MAX_GRAPHS, MAX_SLOTS, Making, Settings, Slot,
+    },
     map::{MAX_TENANTS, banked},
 };
 

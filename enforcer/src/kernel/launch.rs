@@ -19,7 +19,10 @@ use gpuquota_common::{
     map::{MAX_TENANTS, banked},
 };
 
-use super::{KernelError, PinDir, map_error, take, uprobe_multi::{MultiError, MultiProgram, Source}};
+use super::{
+    KernelError, PinDir, map_error, take,
+    uprobe_multi::{MultiError, MultiProgram, Source},
+};
 
 /// Maps that live on across restarts.
 pub(super) const PINNED: &[&str] = &[
@@ -226,9 +229,8 @@ pub(super) struct Multi {
 
 impl Multi {
     pub(super) fn load(source: &Source) -> Result<Self, MultiError> {
-        let load = |program: LaunchProgram| {
-            source.load(program.name(), program == LaunchProgram::Spin)
-        };
+        let load =
+            |program: LaunchProgram| source.load(program.name(), program == LaunchProgram::Spin);
         Ok(Self {
             launch: load(LaunchProgram::Launch)?,
             spin: load(LaunchProgram::Spin)?,

@@ -361,11 +361,7 @@ impl Kernel {
     pub fn fill_launches(&self, tenant: u32, span: u64) -> Result<(), KernelError> {
         self.run(
             "launch_op",
-            &[
-                gpuquota_common::launch::op::RESET,
-                u64::from(tenant),
-                span,
-            ],
+            &[gpuquota_common::launch::op::RESET, u64::from(tenant), span],
         )
         .map(drop)
     }

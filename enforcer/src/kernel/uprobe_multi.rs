@@ -52,6 +52,10 @@ fn system(what: &'static str) -> impl Fn(io::Error) -> MultiError {
     move |source| MultiError::System { what, source }
 }
 
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "passed to `map_err`, which hands the error over by value"
+)]
 fn object(error: impl ToString) -> MultiError {
     MultiError::Object(error.to_string())
 }

@@ -280,9 +280,10 @@ impl State {
     fn take_notices(&mut self) {
         let mut fresh = Vec::new();
         while let Some(item) = self.ring.next() {
-            match read_notice(&item) {
-                Some(told) => fresh.push(told),
-                None => error!(length = item.len(), "a launch notice of another layout"),
+            if let Some(told) = read_notice(&item) {
+                fresh.push(told);
+            } else {
+                error!(length = item.len(), "a launch notice of another layout");
             }
         }
         for told in fresh {

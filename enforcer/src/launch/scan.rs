@@ -230,15 +230,12 @@ pub fn run(kernel: &Kernel, cache: &Cache, job: &Job) -> Result<Found, ScanError
         } else {
             LaunchProgram::Launch
         };
-        let probes = kernel.attach_launch(
-            program,
-            (job.tgid, job.thread),
-            &path,
-            &points,
-        )?;
+        let probes = kernel.attach_launch(program, (job.tgid, job.thread), &path, &points)?;
         found.links.extend(probes);
         if job.treatment.counts_nodes {
-            found.links.extend(attach_graph_calls(kernel, &path, &symbols, job)?);
+            found
+                .links
+                .extend(attach_graph_calls(kernel, &path, &symbols, job)?);
         }
         found.files.push(FoundFile {
             id,

@@ -175,6 +175,9 @@ mod tests {
             think_ns: 200_000,
         };
         let wanted = watch.observe(sample, 1000.0, threshold);
-        assert!(wanted.is_some_and(|wanted| (wanted - 500_000.0).abs() < 1.0), "{wanted:?}");
+        assert!(
+            wanted.is_some_and(|wanted| (wanted - 500_000.0).abs() < 1.0),
+            "{wanted:?}"
+        );
     }
 }

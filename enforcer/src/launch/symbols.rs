@@ -493,12 +493,10 @@ pub fn cheapest(code: &[u8]) -> (u64, Cost) {
 fn is_emulated(instruction: &[u8]) -> bool {
     match instruction {
         // push %rax…%rdi; with one prefix %r8…%r15 (Linux 4.18). nop. jcc rel8. call, jmp rel32, jmp rel8.
-        [0x50..=0x57]
+        [0x50..=0x57 | 0x90]
         | [0x41, 0x50..=0x57]
-        | [0x90]
-        | [0x70..=0x7f, _]
-        | [0xe8 | 0xe9, _, _, _, _]
-        | [0xeb, _] => true,
+        | [0x70..=0x7f | 0xeb, _]
+        | [0xe8 | 0xe9, _, _, _, _] => true,
         // jcc rel32
         [0x0f, 0x80..=0x8f, rest @ ..] => rest.len() == 4,
         _ => false,

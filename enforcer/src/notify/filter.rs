@@ -111,6 +111,10 @@ fn jump(code: u32, k: u32, jt: u8, jf: u8) -> sock_filter {
 /// The filter program.
 ///
 /// For every ABI: not its architecture or not its `ioctl`, on to the next; else the command decides.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "a handful of commands, counted at compile time"
+)]
 pub fn program() -> Vec<sock_filter> {
     const COMMANDS: u8 = ALLOCATING.len() as u8;
     let load = |offset| op(BPF_LD | BPF_W | BPF_ABS, offset);

@@ -16,6 +16,8 @@ const LEAST_PART: f64 = 0.01;
 const IDLE: f64 = 0.001;
 /// Measurements in a row without any use after which a tenant is left alone.
 const QUIET: u32 = 3;
+/// Below this ceiling a tenant is never left alone: what it may use is less than what NVML misses.
+const LEAST_SEEN: f64 = 0.1;
 
 /// Controller of one ceiling.
 #[derive(Clone, Debug)]
@@ -63,7 +65,8 @@ impl Ceiling {
 
     /// The part of a period in which the tenant may run; 1 means that it need not be frozen at all.
     pub fn part(&self) -> f64 {
-        if self.quiet >= QUIET || self.limit > 1.0 - LEAST_PART {
+        let quiet = self.quiet >= QUIET && self.limit >= LEAST_SEEN;
+        if quiet || self.limit > 1.0 - LEAST_PART {
             1.0
         } else {
             self.limit
@@ -209,6 +212,15 @@ mod tests {
                 .count();
             assert_eq!(running, 1);
         }
+    }
+
+    #[test]
+    fn a_low_ceiling_holds_although_its_use_is_not_seen() {
+        let mut ceiling = Ceiling::new(0.02);
+        for _ in 0..100 {
+            ceiling.measured(0.0);
+        }
+        assert_eq!(ceiling.span(PERIOD), PERIOD / 50);
     }
 
     proptest! {

@@ -24,7 +24,9 @@ const FAST: &str = "launch --rate max --kernel-us 1 --for";
 
 fn tenants(list: &[(&str, &str)]) -> String {
     list.iter()
-        .map(|(name, properties)| format!("[tenant.{name}]\ncgroup = \"@/{name}.slice\"\n{properties}\n"))
+        .map(|(name, properties)| {
+            format!("[tenant.{name}]\ncgroup = \"@/{name}.slice\"\n{properties}\n")
+        })
         .collect()
 }
 
@@ -86,7 +88,9 @@ fn instruction(pid: u32) -> u8 {
         let Some(path) = fields.get(5).filter(|path| path.starts_with('/')) else {
             continue;
         };
-        let Ok(file) = fs::File::open(path) else { continue };
+        let Ok(file) = fs::File::open(path) else {
+            continue;
+        };
         let Ok(Some(found)) = symbols::find(&file) else {
             continue;
         };
@@ -123,7 +127,11 @@ fn is_stopped(pid: u32) -> bool {
 
 fn send(pid: u32, signal: i32) {
     // SAFETY: processes that this test started.
-    assert_eq!(unsafe { libc::kill(pid.cast_signed(), signal) }, 0, "signal {signal} to {pid}");
+    assert_eq!(
+        unsafe { libc::kill(pid.cast_signed(), signal) },
+        0,
+        "signal {signal} to {pid}"
+    );
 }
 
 /// Rates with 1, 4 and 16 processes under one budget.
@@ -140,14 +148,19 @@ fn rates(rate: u32, pace: &str) {
         for _ in 0..3 {
             let (launched, seconds) = together(&mut actors[..count], &format!("{FAST} 3s"));
             let off = ((launched - burst) / seconds / f64::from(rate) - 1.0) * 100.0;
-            println!("{pace} {rate}/s, {count} processes: {launched} in {seconds:.3} s, {off:+.2} % without the burst");
+            println!(
+                "{pace} {rate}/s, {count} processes: {launched} in {seconds:.3} s, {off:+.2} % without the burst"
+            );
             assert!(off < 1.0, "more than the budget: {off:+.2} %");
             seen.push(off);
             if off > -1.0 {
                 break;
             }
         }
-        assert!(seen.iter().any(|off| *off > -5.0), "less than the budget: {seen:?}");
+        assert!(
+            seen.iter().any(|off| *off > -5.0),
+            "less than the budget: {seen:?}"
+        );
     }
     let counted = launches(&bed, "a");
     assert_eq!((counted.overdue, counted.unheld), (0, 0), "{counted:?}");
@@ -166,21 +179,30 @@ fn twenty_thousand_a_second_are_held() {
 
 #[test]
 fn spinning_holds_the_rate_too() {
-    let bed = Bed::new(&tenants(&[("a", "launch.max = \"5000/s\"\nlaunch.pace = \"spin\"")]));
+    let bed = Bed::new(&tenants(&[(
+        "a",
+        "launch.max = \"5000/s\"\nlaunch.pace = \"spin\"",
+    )]));
     let mut actors = ready(&bed, "a", 1);
     let (launched, seconds) = together(&mut actors, &format!("{FAST} 2s"));
     let rate = (launched - 50.0) / seconds;
     println!("spin: {rate:.0}/s of 5000/s");
     assert!((4_500.0..5_050.0).contains(&rate), "{rate}");
     // Nobody was stopped for that.
-    assert_eq!(fs::read_to_string(format!("/proc/{}/status", actors[0].workload_pid())).map(
-        |status| status.lines().any(|line| line.starts_with("State:\tT"))
-    ).ok(), Some(false));
+    assert_eq!(
+        fs::read_to_string(format!("/proc/{}/status", actors[0].workload_pid()))
+            .map(|status| status.lines().any(|line| line.starts_with("State:\tT")))
+            .ok(),
+        Some(false)
+    );
 }
 
 #[test]
 fn a_burst_goes_at_once() {
-    let bed = Bed::new(&tenants(&[("a", "launch.max = \"100/s\"\nlaunch.burst = 500")]));
+    let bed = Bed::new(&tenants(&[(
+        "a",
+        "launch.max = \"100/s\"\nlaunch.burst = 500",
+    )]));
     let mut actors = ready(&bed, "a", 1);
     let (launched, _) = together(&mut actors, &format!("{FAST} 1s"));
     // 500 at once and 100 in the second.
@@ -229,7 +251,8 @@ fn probes_come_and_go_with_the_policy() {
 
 #[test]
 fn a_slower_budget_is_not_owed_to_a_faster_one() {
-    let budget = |rate: &str| tenants(&[("a", &format!("launch.max = \"{rate}\"\nlaunch.burst = 1"))]);
+    let budget =
+        |rate: &str| tenants(&[("a", &format!("launch.max = \"{rate}\"\nlaunch.burst = 1"))]);
     let bed = Bed::new(&budget("2/min"));
     let mut actors = ready(&bed, "a", 1);
     actors[0].tell(&format!("{FAST} 100ms"));
@@ -256,12 +279,22 @@ fn nested_tenants_share_the_budget_around_them() {
         .map(|actor| parse(&actor.answer()))
         .map(|(launched, seconds)| launched / seconds)
         .collect();
-    println!("one {:.0}/s of 500/s, both {:.0}/s of 2000/s", rates[0], rates[0] + rates[1]);
+    println!(
+        "one {:.0}/s of 500/s, both {:.0}/s of 2000/s",
+        rates[0],
+        rates[0] + rates[1]
+    );
     assert!(rates[0] < 515.0, "{rates:?}");
-    assert!((1_800.0..2_040.0).contains(&(rates[0] + rates[1])), "{rates:?}");
+    assert!(
+        (1_800.0..2_040.0).contains(&(rates[0] + rates[1])),
+        "{rates:?}"
+    );
     // Only the inner one has a budget of its own.
     assert_eq!(launches(&bed, "two").max, None);
-    assert!(launches(&bed, "lab").launches >= launches(&bed, "one").launches + launches(&bed, "two").launches);
+    assert!(
+        launches(&bed, "lab").launches
+            >= launches(&bed, "one").launches + launches(&bed, "two").launches
+    );
 }
 
 #[test]
@@ -295,16 +328,25 @@ fn every_way_to_launch_is_counted_once() {
         let before = launches(&bed, "a").launches;
         let (launched, _) = parse(&actors[0].tell(&format!("{FAST} 100ms --via {via}")));
         let counted = launches(&bed, "a").launches - before;
-        #[expect(clippy::cast_precision_loss, reason = "a test does not launch 2^53 times")]
+        #[expect(
+            clippy::cast_precision_loss,
+            reason = "a test does not launch 2^53 times"
+        )]
         let counted = counted as f64;
-        assert!((counted - launched).abs() < 0.5, "{via}: {counted} of {launched}");
+        assert!(
+            (counted - launched).abs() < 0.5,
+            "{via}: {counted} of {launched}"
+        );
     }
 }
 
 #[test]
 fn graphs_cost_one_or_their_nodes() {
     let budget = |cost: &str| {
-        tenants(&[("a", &format!("launch.max = \"1000/s\"\nlaunch.graph-cost = \"{cost}\""))])
+        tenants(&[(
+            "a",
+            &format!("launch.max = \"1000/s\"\nlaunch.graph-cost = \"{cost}\""),
+        )])
     };
     for (cost, replays) in [("one", 1_000.0), ("nodes", 20.0)] {
         let bed = Bed::new(&budget(cost));
@@ -325,18 +367,26 @@ fn a_process_started_by_another_is_found() {
     println!("{answer}");
     let counted = launches(&bed, "a");
     // 500/s for two seconds, the burst, and what it launched before it was found.
-    assert!((900..1_200).contains(&counted.launches), "{answer}: {counted:?}");
+    assert!(
+        (900..1_200).contains(&counted.launches),
+        "{answer}: {counted:?}"
+    );
 }
 
 #[test]
 fn the_death_of_the_daemon_leaves_nobody_stopped_and_its_return_goes_on_pacing() {
-    let mut bed = Bed::new(&tenants(&[("a", "launch.max = \"20/s\"\nlaunch.burst = 1")]));
+    let mut bed = Bed::new(&tenants(&[(
+        "a",
+        "launch.max = \"20/s\"\nlaunch.burst = 1",
+    )]));
     let mut actors = ready(&bed, "a", 8);
     let pids: Vec<u32> = actors.iter().map(Actor::workload_pid).collect();
     for actor in &mut actors {
         actor.order(&format!("{FAST} 6s"));
     }
-    wait_for("stop", || pids.iter().filter(|pid| is_stopped(**pid)).count() >= 4);
+    wait_for("stop", || {
+        pids.iter().filter(|pid| is_stopped(**pid)).count() >= 4
+    });
     bed.signal_daemon(libc::SIGKILL);
     let killed = Instant::now();
     let mut last = Duration::ZERO;
@@ -349,7 +399,9 @@ fn the_death_of_the_daemon_leaves_nobody_stopped_and_its_return_goes_on_pacing()
     println!("daemon killed: nobody stopped any more after {last:?}");
     assert!(last < Duration::from_secs(1), "{last:?}");
     bed.start();
-    wait_for("pacing", || pids.iter().filter(|pid| is_stopped(**pid)).count() >= 4);
+    wait_for("pacing", || {
+        pids.iter().filter(|pid| is_stopped(**pid)).count() >= 4
+    });
     for actor in &mut actors {
         parse(&actor.answer());
     }
@@ -357,7 +409,10 @@ fn the_death_of_the_daemon_leaves_nobody_stopped_and_its_return_goes_on_pacing()
 
 #[test]
 fn a_daemon_that_hangs_leaves_nobody_stopped() {
-    let bed = Bed::new(&tenants(&[("a", "launch.max = \"20/s\"\nlaunch.burst = 1")]));
+    let bed = Bed::new(&tenants(&[(
+        "a",
+        "launch.max = \"20/s\"\nlaunch.burst = 1",
+    )]));
     let mut actors = ready(&bed, "a", 4);
     let pids: Vec<u32> = actors.iter().map(Actor::workload_pid).collect();
     for actor in &mut actors {
@@ -378,7 +433,10 @@ fn a_daemon_that_hangs_leaves_nobody_stopped() {
 
 #[test]
 fn what_is_left_of_daemon_and_guard_is_released_by_hand() {
-    let mut bed = Bed::new(&tenants(&[("a", "launch.max = \"20/s\"\nlaunch.burst = 1")]));
+    let mut bed = Bed::new(&tenants(&[(
+        "a",
+        "launch.max = \"20/s\"\nlaunch.burst = 1",
+    )]));
     let mut actors = ready(&bed, "a", 4);
     let pids: Vec<u32> = actors.iter().map(Actor::workload_pid).collect();
     for actor in &mut actors {
@@ -435,7 +493,10 @@ fn who_is_stopped_by_others_stays_stopped() {
 
 #[test]
 fn who_continues_itself_gains_nothing() {
-    let bed = Bed::new(&tenants(&[("a", "launch.max = \"1000/s\"\nlaunch.burst = 10")]));
+    let bed = Bed::new(&tenants(&[(
+        "a",
+        "launch.max = \"1000/s\"\nlaunch.burst = 10",
+    )]));
     let mut actors = ready(&bed, "a", 1);
     let pid = actors[0].workload_pid();
     actors[0].order(&format!("{FAST} 2s"));
@@ -446,8 +507,15 @@ fn who_continues_itself_gains_nothing() {
     }
     let (launched, seconds) = parse(&actors[0].answer());
     let counted = launches(&bed, "a");
-    println!("continued all the time: {:.0}/s of 1000/s, {} evasions", launched / seconds, counted.evaded);
-    assert!((launched - 10.0) / seconds < 1_100.0, "{launched} {counted:?}");
+    println!(
+        "continued all the time: {:.0}/s of 1000/s, {} evasions",
+        launched / seconds,
+        counted.evaded
+    );
+    assert!(
+        (launched - 10.0) / seconds < 1_100.0,
+        "{launched} {counted:?}"
+    );
 }
 
 #[test]
@@ -459,7 +527,11 @@ fn no_delay_is_longer_than_the_longest() {
     let mut actors = ready(&bed, "a", 1);
     let start = Instant::now();
     let (launched, _) = parse(&actors[0].tell(&format!("{FAST} 1s")));
-    assert!((8.0..=12.0).contains(&launched), "{launched} in {:?}", start.elapsed());
+    assert!(
+        (8.0..=12.0).contains(&launched),
+        "{launched} in {:?}",
+        start.elapsed()
+    );
     assert!(launches(&bed, "a").overdue >= 7);
 }
 
@@ -477,13 +549,19 @@ fn deny_ends_a_process_that_goes_over_its_budget() {
     assert_eq!(actors[0].tell(&format!("{FAST} 10s")), "");
     println!("ended after {:?}", start.elapsed());
     assert!(start.elapsed() < Duration::from_secs(3));
-    assert!(!Path::new(&format!("/proc/{pid}/mem")).exists() || process::state(pid).is_none_or(|state| state == 'Z'));
+    assert!(
+        !Path::new(&format!("/proc/{pid}/mem")).exists()
+            || process::state(pid).is_none_or(|state| state == 'Z')
+    );
     assert!(launches(&bed, "a").denied > 0);
 }
 
 #[test]
 fn freezing_holds_the_rate_and_leaves_a_frozen_cgroup_frozen() {
-    let bed = Bed::new(&tenants(&[("a", "launch.max = \"2000/s\"\nlaunch.pace = \"freeze\"")]));
+    let bed = Bed::new(&tenants(&[(
+        "a",
+        "launch.max = \"2000/s\"\nlaunch.pace = \"freeze\"",
+    )]));
     let mut actors = ready(&bed, "a", 1);
     let (launched, seconds) = together(&mut actors, &format!("{FAST} 2s"));
     let rate = (launched - 20.0) / seconds;
@@ -554,7 +632,12 @@ fn storms_and_throttling_are_told() {
     let storms = of("storm");
     assert_eq!(storms.len(), 1, "{text}");
     assert_eq!(storms[0]["budget"], 1000);
-    assert!(storms[0]["wanted"].as_u64().is_some_and(|wanted| wanted >= 10_000), "{storms:?}");
+    assert!(
+        storms[0]["wanted"]
+            .as_u64()
+            .is_some_and(|wanted| wanted >= 10_000),
+        "{storms:?}"
+    );
 }
 
 #[test]
@@ -575,5 +658,8 @@ fn hundreds_of_processes_get_their_probes_at_once() {
         late.push(start.elapsed());
     }
     println!("probes after {late:?}");
-    assert!(late.iter().all(|late| *late < Duration::from_secs(1)), "{late:?}");
+    assert!(
+        late.iter().all(|late| *late < Duration::from_secs(1)),
+        "{late:?}"
+    );
 }

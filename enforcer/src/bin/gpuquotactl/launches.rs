@@ -21,7 +21,10 @@ pub fn text(tenant: &Tenant, screen: Screen) -> Option<String> {
         ("MEDIAN GAP", Align::Right),
     ]);
     table.row([
-        (launch.max.map_or_else(|| "-".to_owned(), rate), Style::Plain),
+        (
+            launch.max.map_or_else(|| "-".to_owned(), rate),
+            Style::Plain,
+        ),
         (launch.burst.to_string(), Style::Plain),
         (launch.launches.to_string(), Style::Plain),
         (
@@ -34,7 +37,8 @@ pub fn text(tenant: &Tenant, screen: Screen) -> Option<String> {
         ),
         (span(Duration::from_micros(launch.delay_usec)), Style::Plain),
         (
-            median_gap(&launch.gaps).map_or_else(|| "-".to_owned(), |gap| format!("under {}", span(gap))),
+            median_gap(&launch.gaps)
+                .map_or_else(|| "-".to_owned(), |gap| format!("under {}", span(gap))),
             Style::Plain,
         ),
     ]);
@@ -53,7 +57,10 @@ pub fn text(tenant: &Tenant, screen: Screen) -> Option<String> {
                 (process.pid.to_string(), Style::Plain),
                 (process.launches.to_string(), Style::Plain),
                 (process.delayed.to_string(), Style::Plain),
-                (span(Duration::from_micros(process.delay_usec)), Style::Plain),
+                (
+                    span(Duration::from_micros(process.delay_usec)),
+                    Style::Plain,
+                ),
                 (process.comm.clone(), Style::Plain),
             ]);
         }
@@ -72,10 +79,22 @@ fn remarks(launch: &TenantLaunch, screen: Screen) -> String {
             let _ = writeln!(text, "{}", screen.paint(Style::Warn, &line));
         }
     };
-    remark(launch.overdue, "went early, since no delay is longer than launch.max-delay");
-    remark(launch.denied, "were over the budget of a tenant whose processes are ended for it");
-    remark(launch.unheld, "went at once, since the daemon was not there to delay them");
-    remark(launch.evaded, "came from processes that somebody else had continued");
+    remark(
+        launch.overdue,
+        "went early, since no delay is longer than launch.max-delay",
+    );
+    remark(
+        launch.denied,
+        "were over the budget of a tenant whose processes are ended for it",
+    );
+    remark(
+        launch.unheld,
+        "went at once, since the daemon was not there to delay them",
+    );
+    remark(
+        launch.evaded,
+        "came from processes that somebody else had continued",
+    );
     text
 }
 
