@@ -80,6 +80,14 @@ pub fn undisturbed(before: &Calls, after: &Calls) -> bool {
 
 #[cfg(test)]
 mod tests {
+    #![allow(
+        clippy::decimal_bitwise_operands,
+        clippy::match_same_arms,
+        clippy::precedence,
+        clippy::struct_excessive_bools,
+        reason = "the model names each state and each step, as the kernel side packs them"
+    )]
+
     use std::collections::HashSet;
 
     use super::*;

@@ -15,11 +15,17 @@ use gpuquota_native_tests::{Actor, Bed};
 const SATURATE: &str = "launch --rate max --kernel-us 500 --for";
 
 fn tenants(list: &[(&str, &str)]) -> String {
-    list.iter()
-        .map(|(name, properties)| {
-            format!("[tenant.{name}]\ncgroup = \"@/{name}.slice\"\n{properties}\n")
-        })
-        .collect()
+    let mut text = String::new();
+    for (name, properties) in list {
+        text += "[tenant.";
+        text += name;
+        text += "]\ncgroup = \"@/";
+        text += name;
+        text += ".slice\"\n";
+        text += properties;
+        text += "\n";
+    }
+    text
 }
 
 /// GPU time so far by process, milliseconds.
@@ -265,7 +271,7 @@ fn a_tenant_is_frozen_and_goes_on() {
 fn a_frozen_tenant_can_be_killed() {
     let bed = Bed::new(&tenants(&[("a", "")]));
     let (mut actors, pids) = actors(&bed, &["a"]);
-    saturate(&mut actors, Duration::from_secs(60));
+    saturate(&mut actors, Duration::from_mins(1));
     assert!(bed.ctl(&["freeze", "a"]).status.success());
     assert_eq!(disabled(&bed, pids[0]), (20, 20));
     actors[0].kill_workload();
