@@ -23,11 +23,15 @@ use gpuquota_native_tests::{Actor, Bed, PATIENCE, binary};
 const FAST: &str = "launch --rate max --kernel-us 1 --for";
 
 fn tenants(list: &[(&str, &str)]) -> String {
-    list.iter()
-        .map(|(name, properties)| {
-            format!("[tenant.{name}]\ncgroup = \"@/{name}.slice\"\n{properties}\n")
-        })
-        .collect()
+    use std::fmt::Write as _;
+    let mut text = String::new();
+    for (name, properties) in list {
+        let _ = writeln!(
+            text,
+            "[tenant.{name}]\ncgroup = \"@/{name}.slice\"\n{properties}"
+        );
+    }
+    text
 }
 
 fn launches(bed: &Bed, tenant: &str) -> TenantLaunch {
@@ -127,11 +131,8 @@ fn is_stopped(pid: u32) -> bool {
 
 fn send(pid: u32, signal: i32) {
     // SAFETY: processes that this test started.
-    assert_eq!(
-        unsafe { libc::kill(pid.cast_signed(), signal) },
-        0,
-        "signal {signal} to {pid}"
-    );
+    let sent = unsafe { libc::kill(pid.cast_signed(), signal) };
+    assert_eq!(sent, 0, "signal {signal} to {pid}");
 }
 
 /// Rates with 1, 4 and 16 processes under one budget.

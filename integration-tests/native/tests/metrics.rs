@@ -1,4 +1,9 @@
 //! Metrics as a scraper sees them.
+#![allow(
+    clippy::float_cmp,
+    clippy::needless_pass_by_value,
+    reason = "the values compared are whole numbers, exact in a float; helpers take what callers have no more use for"
+)]
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -20,7 +20,7 @@ fn profile(bed: &Bed) -> Value {
 }
 
 /// A container that runs the simulated tenant program in this host's file system, in a mount namespace of its own.
-fn bundle(bed: &Bed, folder: &Path, seccomp: Value, arguments: &[&str]) {
+fn bundle(bed: &Bed, folder: &Path, seccomp: &Value, arguments: &[&str]) {
     let workload = bed.sim.tenant();
     let environment: Vec<String> = workload
         .get_envs()
@@ -77,7 +77,7 @@ fn a_container_under_the_profile_is_held_to_its_budget() {
     let bed = Bed::new(ONE);
     let cgroup = bed.cgroup("/a.slice/container");
     let folder = bed.sim.scratch().join("inside");
-    bundle(&bed, &folder, profile(&bed), &["alloc", "2GiB"]);
+    bundle(&bed, &folder, &profile(&bed), &["alloc", "2GiB"]);
     let fits = run(&bed, &folder, &cgroup);
     assert!(fits.status.success(), "{fits:?}");
     assert!(
@@ -86,7 +86,7 @@ fn a_container_under_the_profile_is_held_to_its_budget() {
     );
 
     let folder = bed.sim.scratch().join("over");
-    bundle(&bed, &folder, profile(&bed), &["alloc", "4GiB"]);
+    bundle(&bed, &folder, &profile(&bed), &["alloc", "4GiB"]);
     let over = run(&bed, &folder, &cgroup);
     assert!(
         String::from_utf8_lossy(&over.stdout).contains("OUT_OF_MEMORY"),
@@ -97,7 +97,7 @@ fn a_container_under_the_profile_is_held_to_its_budget() {
 
     // It is the profile that refuses: without it, what is not refused by anything else is a breach.
     let folder = bed.sim.scratch().join("without");
-    bundle(&bed, &folder, Value::Null, &["alloc", "4GiB"]);
+    bundle(&bed, &folder, &Value::Null, &["alloc", "4GiB"]);
     let without = run(&bed, &folder, &cgroup);
     let usage = bed.usage("a", 0);
     assert_eq!(usage.breaches + usage.denials, 2, "{without:?}");

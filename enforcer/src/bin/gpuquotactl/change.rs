@@ -29,27 +29,27 @@ pub async fn reset(client: &Client, tenant: &str, properties: &[String]) -> Resu
 
 /// `freeze`
 pub async fn freeze(client: &Client, hold: &Hold) -> Result<(), Error> {
-    let held = client.freeze(&hold.tenant, hold.gpu.as_deref()).await?;
-    report_uncontrolled(&held);
+    let outcome = client.freeze(&hold.tenant, hold.gpu.as_deref()).await?;
+    report_uncontrolled(&outcome);
     print(&format!(
         "{} is frozen: {}.\n",
         clean(&hold.tenant),
-        processes(held.frozen.len())
+        processes(outcome.frozen.len())
     ))
 }
 
 /// `thaw`
 pub async fn thaw(client: &Client, hold: &Hold) -> Result<(), Error> {
-    let held = client.thaw(&hold.tenant, hold.gpu.as_deref()).await?;
-    report_uncontrolled(&held);
-    if held.frozen.is_empty() {
+    let outcome = client.thaw(&hold.tenant, hold.gpu.as_deref()).await?;
+    report_uncontrolled(&outcome);
+    if outcome.frozen.is_empty() {
         return print(&format!("{} goes on.\n", clean(&hold.tenant)));
     }
     print(&format!(
         "{} is frozen for another reason, see `gpuquotactl status {}`: {}.\n",
         clean(&hold.tenant),
         clean(&hold.tenant),
-        processes(held.frozen.len())
+        processes(outcome.frozen.len())
     ))
 }
 
