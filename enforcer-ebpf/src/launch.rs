@@ -154,9 +154,10 @@ fn nodes(ctx: &ProbeContext, symbol: u32, tgid: u32) -> u64 {
 /// Whether somebody else has continued the process before its time.
 #[inline(always)]
 fn stopped_and_yet_running(calls: *mut Calls, time: u64) -> bool {
-    // SAFETY: a field of a map value.
-    let stopped = unsafe { (*calls).stopped_ns };
-    stopped != 0 && time.wrapping_sub(stopped) > STOP_TAKES_NS
+    // SAFETY: fields of a map value.
+    let (stopped, continued) = unsafe { ((*calls).stopped_ns, (*calls).foreign_continue_ns) };
+    // Another thread may still be on its way to a halt, unless somebody is known to have continued it.
+    stopped != 0 && (continued > stopped || time.wrapping_sub(stopped) > STOP_TAKES_NS)
 }
 
 macro_rules! word {

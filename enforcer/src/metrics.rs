@@ -461,6 +461,11 @@ fn launches(out: &mut Exposition, tenants: &[TenantSample]) {
         "Launches of processes that somebody else had continued before their time.",
         |launch| bytes(launch.evaded),
     );
+    family(
+        "gpuquota_tenant_launch_storms_total",
+        "Launch storms: processes that wanted far more launches than they may have, for long.",
+        |launch| bytes(launch.storms),
+    );
 }
 
 fn kernel_side(out: &mut Exposition, snapshot: &Snapshot) {
@@ -585,6 +590,7 @@ mod tests {
                     overdue: 1,
                     denied: 0,
                     unheld: 2,
+                    storms: 0,
                     evaded: 0,
                     gaps: Vec::new(),
                     processes: Vec::new(),

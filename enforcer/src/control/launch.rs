@@ -32,6 +32,8 @@ pub struct TenantLaunch {
     pub unheld: u64,
     /// Launches of processes that somebody else had continued before their time.
     pub evaded: u64,
+    /// Launch storms since the daemon runs. Without nested tenants.
+    pub storms: u64,
     /// Time between the launches of a process: element n counts times under 2^n ns. Without nested tenants.
     pub gaps: Vec<u64>,
     /// The processes with the most launches. Without nested tenants.

@@ -33,6 +33,8 @@ pub struct LaunchDict {
     #[serde(with = "as_value")]
     evaded: u64,
     #[serde(with = "as_value")]
+    storms: u64,
+    #[serde(with = "as_value")]
     gaps: Vec<u64>,
     #[serde(with = "as_value")]
     processes: Vec<(u32, String, u64, u64, u64)>,
@@ -50,6 +52,7 @@ impl From<TenantLaunch> for LaunchDict {
             denied: launch.denied,
             unheld: launch.unheld,
             evaded: launch.evaded,
+            storms: launch.storms,
             gaps: launch.gaps,
             processes: launch
                 .processes
@@ -83,6 +86,7 @@ impl From<LaunchDict> for TenantLaunch {
             denied: dict.denied,
             unheld: dict.unheld,
             evaded: dict.evaded,
+            storms: dict.storms,
             gaps: dict.gaps,
             processes: dict
                 .processes
@@ -122,6 +126,7 @@ mod tests {
             denied: 5,
             unheld: 6,
             evaded: 7,
+            storms: 13,
             gaps: vec![0, 8],
             processes: vec![ProcessLaunches {
                 pid: 9,

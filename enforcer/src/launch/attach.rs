@@ -556,6 +556,7 @@ impl Attacher {
             return;
         };
         if let Some(wanted) = attached.watch.observe(sample, budget, self.threshold) {
+            *lock(&self.launches.storms).entry(tenant).or_default() += 1;
             let tenant = self.host.name_of(tenant);
             let symbol = symbol();
             warn!(tenant, pid = tgid, symbol, wanted, budget, "a launch storm");

@@ -87,6 +87,8 @@ pub struct Launches {
     /// Processes that have probes, or are about to.
     shown: Mutex<BTreeMap<u32, Shown>>,
     inbox: Mutex<Option<mpsc::Sender<Message>>>,
+    /// Storms by tenant.
+    storms: Mutex<BTreeMap<u32, u64>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -102,6 +104,7 @@ impl Launches {
             cache: Arc::default(),
             shown: Mutex::default(),
             inbox: Mutex::default(),
+            storms: Mutex::default(),
         }
     }
 
@@ -212,6 +215,7 @@ impl Launches {
             denied: bucket.denied,
             unheld: bucket.unheld,
             evaded: bucket.evaded,
+            storms: lock(&self.storms).get(&tenant).copied().unwrap_or(0),
             gaps: maps
                 .gaps(tenant)
                 .map_or_else(|_| Vec::new(), |gaps| gaps.to_vec()),

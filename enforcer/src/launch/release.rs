@@ -14,8 +14,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+use anyhow::Context as _;
 use gpuquota_common::launch::{Calls, HEARTBEAT_STALE_NS, Slot};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::signal::{SigHandler, Signal},
+};
 use tracing::{info, warn};
 
 use super::{
@@ -154,6 +158,7 @@ pub fn guard(ids: &str, root: &Path, frozen: Option<&Whereabouts>) -> anyhow::Re
     let ids: [u32; MAPS] = ids
         .try_into()
         .map_err(|_| anyhow::anyhow!("{MAPS} ids of maps are expected"))?;
+    outlive_signals().context("ignoring signals")?;
     let record = Record::by_ids(ids)?;
     let hierarchy = Hierarchy::open(Some(root))?;
     let mut line = io::stdin();
@@ -174,13 +179,15 @@ pub fn guard(ids: &str, root: &Path, frozen: Option<&Whereabouts>) -> anyhow::Re
             }
         }
     }
-    // A new daemon has thawed what was left before it started its own guard.
+    let mut count = all_for_good_once(&record, &hierarchy)?;
+    // A new daemon has thawed what was left before it started its own guard. Thawing takes its time with a driver that
+    // is busy, so it comes after what is quick.
     if let Some(frozen) = frozen
         && record.settings()?.helper_tgid == std::process::id()
     {
         frozen.thaw();
+        count += everybody(&record, &hierarchy)?;
     }
-    let mut count = all_for_good_once(&record, &hierarchy)?;
     let end = Instant::now() + AFTERWARDS;
     while Instant::now() < end {
         std::thread::sleep(LOOK);
@@ -192,6 +199,15 @@ pub fn guard(ids: &str, root: &Path, frozen: Option<&Whereabouts>) -> anyhow::Re
     }
     if count > 0 {
         info!(count, "continued what the daemon had stopped");
+    }
+    Ok(())
+}
+
+/// Signals that end a service go to all of it; the guard ends when the daemon has.
+fn outlive_signals() -> nix::Result<()> {
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
+        // SAFETY: no handler of ours runs.
+        unsafe { nix::sys::signal::signal(signal, SigHandler::SigIgn) }?;
     }
     Ok(())
 }

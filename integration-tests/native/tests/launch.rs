@@ -5,6 +5,7 @@
 //! measures the real thing.
 
 use std::{
+    fmt::Write as _,
     fs,
     os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
@@ -23,9 +24,9 @@ use gpuquota_native_tests::{Actor, Bed, PATIENCE, binary};
 const FAST: &str = "launch --rate max --kernel-us 1 --for";
 
 fn tenants(list: &[(&str, &str)]) -> String {
-    use std::fmt::Write as _;
     let mut text = String::new();
     for (name, properties) in list {
+        // Writing to a string cannot fail.
         let _ = writeln!(
             text,
             "[tenant.{name}]\ncgroup = \"@/{name}.slice\"\n{properties}"
@@ -493,7 +494,6 @@ fn who_is_stopped_by_others_stays_stopped() {
 }
 
 #[test]
-#[ignore = "does not hold on a busy machine: a tenant that sends itself SIGCONT all the time then gets more than its budget"]
 fn who_continues_itself_gains_nothing() {
     let bed = Bed::new(&tenants(&[(
         "a",
@@ -556,6 +556,33 @@ fn deny_ends_a_process_that_goes_over_its_budget() {
             || process::state(pid).is_none_or(|state| state == 'Z')
     );
     assert!(launches(&bed, "a").denied > 0);
+}
+
+#[test]
+fn who_does_not_end_when_told_is_killed_after_the_patience() {
+    let bed = Bed::new(&tenants(&[(
+        "a",
+        "launch.max = \"1000/s\"\nlaunch.on-max = \"deny\"\nlaunch.patience = \"800ms\"",
+    )]));
+    let mut command = bed.run_command("a");
+    command
+        .args(["sh", "-c", "trap '' TERM; exec \"$0\" interactive"])
+        .arg(binary("simtenant"));
+    let mut actor = Actor::start(command);
+    actor.tell("context");
+    wait_for("probe", || has_breakpoint(actor.workload_pid()));
+    actor.order(&format!("{FAST} 10s"));
+    let start = Instant::now();
+    assert_eq!(actor.answer(), "");
+    let ended = start.elapsed();
+    println!("killed after {ended:?}");
+    assert!(
+        ended > Duration::from_millis(700) && ended < Duration::from_secs(4),
+        "{ended:?}"
+    );
+    // Until then it was held to its rate.
+    let launched = launches(&bed, "a").launches;
+    assert!(launched < 1_500, "{launched}");
 }
 
 #[test]
@@ -631,6 +658,7 @@ fn storms_and_throttling_are_told() {
     assert_eq!(throttled.len(), 1, "{text}");
     assert_eq!(throttled[0]["pid"], pid);
     assert_eq!(throttled[0]["symbol"], "cuLaunchKernel");
+    assert_eq!(launches(&bed, "a").storms, 1);
     let storms = of("storm");
     assert_eq!(storms.len(), 1, "{text}");
     assert_eq!(storms[0]["budget"], 1000);

@@ -3,7 +3,7 @@
 use std::{fmt::Write as _, time::Duration};
 
 use gpuquota_enforcer::control::{
-    Tenant,
+    Notice, Tenant,
     launch::{LaunchRate, TenantLaunch},
 };
 
@@ -96,6 +96,58 @@ fn remarks(launch: &TenantLaunch, screen: Screen) -> String {
         "came from processes that somebody else had continued",
     );
     text
+}
+
+/// A notice about launches as a line of `monitor`.
+pub fn describe(notice: &Notice) -> (Style, String) {
+    match notice {
+        Notice::Throttled {
+            tenant,
+            pid,
+            symbol,
+            delayed,
+            delay_usec,
+        } => {
+            let text = format!(
+                "throttled {tenant}: process {pid} is over launch.max; {delayed} launches delayed by {:.3} s so far, \
+                 by {symbol} last",
+                std::time::Duration::from_micros(*delay_usec).as_secs_f64()
+            );
+            (Style::Warn, text)
+        }
+        Notice::LaunchDenied {
+            tenant,
+            limited_by,
+            pid,
+            symbol,
+            patience_usec,
+        } => {
+            let around = if limited_by == tenant {
+                String::new()
+            } else {
+                format!(" of {limited_by}")
+            };
+            let text = format!(
+                "ended     {tenant}: process {pid} went over launch.max{around} by {symbol} and has {:.1} s to end",
+                std::time::Duration::from_micros(*patience_usec).as_secs_f64()
+            );
+            (Style::Bad, text)
+        }
+        Notice::Storm {
+            tenant,
+            pid,
+            symbol,
+            wanted,
+            budget,
+        } => {
+            let text = format!(
+                "storm     {tenant}: process {pid} wants some {wanted} launches a second by {symbol}, and may have {budget}"
+            );
+            (Style::Warn, text)
+        }
+        // Others have their lines where all notices are.
+        other => (Style::Plain, format!("{other:?}")),
+    }
 }
 
 fn rate(rate: LaunchRate) -> String {

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::{
     error::Error,
+    launches,
     output::{Screen, Style, clean, counted, print, size},
 };
 
@@ -129,49 +130,8 @@ fn describe(notice: &Notice) -> (Style, String) {
             );
             (Style::Warn, text)
         }
-        Notice::Throttled {
-            tenant,
-            pid,
-            symbol,
-            delayed,
-            delay_usec,
-        } => {
-            let text = format!(
-                "throttled {tenant}: process {pid} is over launch.max; {delayed} launches delayed by {:.3} s so far, \
-                 by {symbol} last",
-                std::time::Duration::from_micros(*delay_usec).as_secs_f64()
-            );
-            (Style::Warn, text)
-        }
-        Notice::LaunchDenied {
-            tenant,
-            limited_by,
-            pid,
-            symbol,
-            patience_usec,
-        } => {
-            let around = if limited_by == tenant {
-                String::new()
-            } else {
-                format!(" of {limited_by}")
-            };
-            let text = format!(
-                "ended     {tenant}: process {pid} went over launch.max{around} by {symbol} and has {:.1} s to end",
-                std::time::Duration::from_micros(*patience_usec).as_secs_f64()
-            );
-            (Style::Bad, text)
-        }
-        Notice::Storm {
-            tenant,
-            pid,
-            symbol,
-            wanted,
-            budget,
-        } => {
-            let text = format!(
-                "storm     {tenant}: process {pid} wants some {wanted} launches a second by {symbol}, and may have {budget}"
-            );
-            (Style::Warn, text)
+        Notice::Throttled { .. } | Notice::LaunchDenied { .. } | Notice::Storm { .. } => {
+            launches::describe(notice)
         }
         Notice::PolicyLoaded(loaded) => {
             let text = format!(
