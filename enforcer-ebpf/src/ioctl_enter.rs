@@ -21,7 +21,7 @@ use gpuquota_common::{
 use crate::{
     file,
     ledger::{self, Decision, Request, Reserved},
-    maps::{IN_FLIGHT, count, daemon_alive, emit, now, settings},
+    maps::{IN_FLIGHT, SETTINGS, count, daemon_alive, emit, now},
     rm::{Caller, gpu_of},
     task,
 };
@@ -34,7 +34,10 @@ mod record {
 }
 
 /// Entry of an ioctl.
+///
+/// In line with the entry point that the macro makes, which would be a frame of its own.
 #[tracepoint]
+#[inline(always)]
 pub fn ioctl_enter(ctx: TracePointContext) -> u32 {
     let cmd = IoctlCmd::from_raw(task::record::<u64>(&ctx, record::CMD) as u32);
     if !rm::concerns_ledger(cmd) {
@@ -51,7 +54,10 @@ pub fn ioctl_enter(ctx: TracePointContext) -> u32 {
 
 #[inline(always)]
 fn enter(outer: IoctlCmd, outer_arg: u64, fd: u32) {
-    let settings = settings();
+    // By reference: a copy on the stack is more than older kernels have room for.
+    let Some(settings) = SETTINGS.get(0) else {
+        return;
+    };
     let thread = task::thread();
     let tgid = task::tgid();
     if tgid == settings.daemon_tgid {
@@ -77,36 +83,32 @@ fn enter(outer: IoctlCmd, outer_arg: u64, fd: u32) {
     if decoded.call == 0 {
         return;
     }
-    let Some(Decoded {
-        call: decoded,
-        cmd,
-        arg,
-    }) = forget_paths(&Decoded {
+    let Some(kept) = forget_paths(&Decoded {
         call: decoded,
         cmd: u32::from(at.0.nr) | u32::from(at.0.size) << 16,
         arg: at.1,
-    })
-    else {
+    }) else {
         return;
     };
+    let decoded = &kept.call;
     count(counter::DECODED);
     let cgroup = task::cgroup();
-    let tenant = task::tenant(&settings, cgroup);
+    let tenant = task::tenant(settings, cgroup);
     if decoded.call == rm::CALL_CONTROL {
-        watch_control(tenant, tgid, &decoded);
+        watch_control(tenant, tgid, decoded);
         return;
     }
     task::note_process(tgid, tenant, cgroup);
     let mut flight = InFlight {
-        arg,
+        arg: kept.arg,
         reserved: 0,
         wanted: decoded.wanted,
         granted: decoded.granted,
         cgroup,
-        cmd,
+        cmd: kept.cmd,
         call: decoded.call,
         tenant,
-        gpu: gpu_of(&settings, &decoded),
+        gpu: gpu_of(settings, decoded),
         client: decoded.client,
         parent: decoded.parent,
         handle: decoded.handle,
@@ -121,16 +123,19 @@ fn enter(outer: IoctlCmd, outer_arg: u64, fd: u32) {
         lever: decoded.lever,
         raised: decoded.raised,
     };
-    if !take_over(&settings, thread, &mut flight) {
+    // From here on it is in memory: fields that the compiler keeps apart from it take the room that they take in it once
+    // more, and kernels before 6.13 allow 512 bytes of stack for all frames together.
+    let flight = core::hint::black_box(&mut flight);
+    if !take_over(settings, thread, flight) {
         return;
     }
     if flight.tenant != NO_TENANT {
-        let refusing = refuses(&settings);
+        let refusing = refuses(settings);
         if flight.call == call::ALLOC_MEMORY {
             reserve(
-                &settings,
+                settings,
                 thread,
-                &mut flight,
+                flight,
                 refusing,
                 decoded.opaque != 0,
             );
@@ -138,7 +143,7 @@ fn enter(outer: IoctlCmd, outer_arg: u64, fd: u32) {
             flight.refusal = refusal::UNREADABLE;
         }
     }
-    if IN_FLIGHT.insert(thread, flight, 0).is_err() {
+    if IN_FLIGHT.insert(thread, &*flight, 0).is_err() {
         count(counter::INFLIGHT_FULL);
         ledger::unreserve(
             settings.generation,
@@ -166,12 +171,13 @@ static DECODED: PerCpuArray<Decoded> = PerCpuArray::with_max_entries(1, 0);
 /// Returns what it is given, by way of a map: the verifier then knows nothing of how it came about, and looks at what
 /// follows once instead of once for every way to decode a call. Loading takes an eighth of the time.
 #[inline(always)]
-fn forget_paths(decoded: &Decoded) -> Option<Decoded> {
+fn forget_paths(decoded: &Decoded) -> Option<&'static Decoded> {
     let slot = DECODED.get_ptr_mut(0)?;
-    // SAFETY: the slot is this CPU's own. Volatile, so that the compiler does not see through it.
+    // SAFETY: the slot is this CPU's own. Volatile, so that the compiler does not see through it; by reference, since a
+    // second copy on the stack is more than older kernels have room for.
     unsafe {
         core::ptr::write_volatile(slot, *decoded);
-        Some(core::ptr::read_volatile(slot))
+        Some(&*core::hint::black_box(slot))
     }
 }
 

@@ -97,6 +97,10 @@ pub struct Whereabouts {
 impl Whereabouts {
     /// Thaws everybody, and says in the log if that does not work.
     pub fn thaw(&self) {
+        // Opening would make it.
+        if !self.pins.exists() {
+            return;
+        }
         let outcome = PinDir::open(&self.pins)
             .map_err(|source| ReleaseError::Node {
                 path: self.pins.clone(),

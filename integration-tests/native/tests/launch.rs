@@ -323,6 +323,31 @@ fn a_library_is_found_whatever_it_is_called() {
 }
 
 #[test]
+fn a_library_in_a_mount_namespace_of_its_own_is_found() {
+    let bed = Bed::new(&tenants(&[("a", "launch.max = \"500/s\"")]));
+    let place = bed.sim.scratch().join("private");
+    fs::create_dir(&place).expect("a folder");
+    let script = "mount -t tmpfs none \"$1\" && cp \"$2\" \"$1/libx.so\" && exec \"$0\" --cuda \"$1/libx.so\" interactive";
+    let mut command = bed.run_command("a");
+    command
+        .args(["unshare", "--mount", "sh", "-c", script])
+        .arg(binary("simtenant"))
+        .arg(&place)
+        .arg(bed.sim.libraries().join("libcuda.so.1"));
+    let mut actor = Actor::start(command);
+    let answer = actor.tell("context");
+    assert!(answer.starts_with("context"), "{answer}");
+    // Nobody else sees it.
+    assert!(!place.join("libx.so").exists());
+    wait_for("count", || {
+        actor.tell(&format!("{FAST} 20ms"));
+        launches(&bed, "a").launches > 0
+    });
+    let (launched, seconds) = parse(&actor.tell(&format!("{FAST} 1s")));
+    assert!((launched - 16.0) / seconds < 510.0, "{launched}");
+}
+
+#[test]
 fn every_way_to_launch_is_counted_once() {
     let bed = Bed::new(&tenants(&[("a", "launch.max = \"1M/s\"")]));
     let mut actors = ready(&bed, "a", 1);
