@@ -9,7 +9,7 @@ use std::{fs, io};
 use nix::{
     sys::{
         ptrace,
-        wait::{WaitPidFlag, waitpid},
+        wait::{Id, WaitPidFlag, waitid},
     },
     unistd::Pid,
 };
@@ -56,8 +56,10 @@ fn waits_in_allocation(thread: i32) -> bool {
 
 fn interrupt(thread: Pid) -> io::Result<()> {
     ptrace::seize(thread, ptrace::Options::empty())?;
+    // Stops only: the end of a thread that may be this process's child is for whoever waits for that.
+    let stops = WaitPidFlag::WSTOPPED | WaitPidFlag::WNOWAIT | WaitPidFlag::__WALL;
     let stopped = ptrace::interrupt(thread)
-        .and_then(|()| waitpid(thread, Some(WaitPidFlag::__WALL)))
+        .and_then(|()| waitid(Id::Pid(thread), stops))
         .map(drop);
     let detached = ptrace::detach(thread, None);
     stopped.and(detached).map_err(io::Error::from)

@@ -12,18 +12,20 @@ use std::{
         },
     },
     path::PathBuf,
-    process::{Command, ExitStatus},
+    process::{Child, Command, ExitStatus},
     thread,
     time::{Duration, Instant},
 };
 
 use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
         signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask},
         socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg},
     },
     unistd::{Gid, Pid, Uid, User, getgrouplist, setgroups, setresgid, setresuid},
 };
+use rustix::process::{PidfdFlags, pidfd_open};
 
 use super::{
     NotifyError, filter,
@@ -102,10 +104,26 @@ pub fn run(options: &RunOptions) -> Result<u8, NotifyError> {
     };
     forward_signals(forwarded, child.id());
     keep(kept, options.clone());
-    child
-        .wait()
+    wait_for_exit(&mut child)
         .map(exit_code)
         .map_err(system("waiting for the command"))
+}
+
+/// Waits for the end of the command, and takes nothing else for it.
+///
+/// A plain wait would also return when another thread of the runner stops the command to have its call
+/// asked again ([`recover`]): Linux reports the stops of a traced child to the whole tracing process.
+fn wait_for_exit(child: &mut Child) -> io::Result<ExitStatus> {
+    // A child that has not been waited for keeps its id.
+    let pid = rustix::process::Pid::from_child(child);
+    let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
+    let mut ended = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
+    while let Err(error) = poll(&mut ended, PollTimeout::NONE) {
+        if error != nix::Error::EINTR {
+            return Err(error.into());
+        }
+    }
+    child.wait()
 }
 
 fn exit_code(status: ExitStatus) -> u8 {
@@ -288,22 +306,23 @@ fn keep(kept: Kept, options: RunOptions) {
             // The daemon sends nothing more; the end of the stream is the end of the daemon.
             let mut byte = [0; 1];
             while matches!((&kept.link).read(&mut byte), Ok(1)) {}
-            // A daemon also hangs up when the last task with the filter is gone.
-            if supervisor::is_deserted(&kept.listener) || !find_daemon(&mut kept, &options) {
+            // A daemon also hangs up when the last task with the filter is gone. As long as there is one, the
+            // listener stays open, whatever failed: without it every stopped call would fail as unknown.
+            if supervisor::is_deserted(&kept.listener) {
                 return;
             }
+            find_daemon(&mut kept, &options);
         }
     });
 }
 
-/// Looks for a new daemon, and answers the calls itself once they have waited long enough.
-///
-/// Returns whether there is one again; if not, nobody carries the filter any more.
-fn find_daemon(kept: &mut Kept, options: &RunOptions) -> bool {
+/// Looks for a new daemon, and answers the calls itself once they have waited long enough. Returns when there is
+/// one again, or when nobody carries the filter any more.
+fn find_daemon(kept: &mut Kept, options: &RunOptions) {
     let gone_since = Instant::now();
     while gone_since.elapsed() < kept.timeout {
         if reconnect(kept, options) {
-            return true;
+            return;
         }
         thread::sleep(RETRY);
     }
@@ -325,13 +344,11 @@ fn find_daemon(kept: &mut Kept, options: &RunOptions) -> bool {
         }
         Err(_) => false,
     });
-    match (served, found.into_inner()) {
-        (_, Some((link, timeout))) => {
-            kept.link = link;
-            kept.timeout = timeout;
-            true
-        }
-        _ => false,
+    if let Some((link, timeout)) = found.into_inner() {
+        kept.link = link;
+        kept.timeout = timeout;
+    } else if let Err(error) = served {
+        eprintln!("gpuquotactl run: answering driver calls: {error}");
     }
 }
 
