@@ -132,13 +132,7 @@ fn enter(outer: IoctlCmd, outer_arg: u64, fd: u32) {
     if flight.tenant != NO_TENANT {
         let refusing = refuses(settings);
         if flight.call == call::ALLOC_MEMORY {
-            reserve(
-                settings,
-                thread,
-                flight,
-                refusing,
-                decoded.opaque != 0,
-            );
+            reserve(settings, thread, flight, refusing, decoded.opaque != 0);
         } else if flight.call == call::UNREADABLE && refusing {
             flight.refusal = refusal::UNREADABLE;
         }
