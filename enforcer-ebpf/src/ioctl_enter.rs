@@ -137,14 +137,10 @@ fn enter(outer: IoctlCmd, outer_arg: u64, fd: u32) {
             flight.refusal = refusal::UNREADABLE;
         }
     }
-    if IN_FLIGHT.insert(thread, &*flight, 0).is_err() {
+    let (tenant, gpu, reserved) = (flight.tenant, flight.gpu, flight.reserved);
+    if IN_FLIGHT.insert(thread, flight, 0).is_err() {
         count(counter::INFLIGHT_FULL);
-        ledger::unreserve(
-            settings.generation,
-            flight.tenant,
-            flight.gpu,
-            flight.reserved,
-        );
+        ledger::unreserve(settings.generation, tenant, gpu, reserved);
     }
 }
 

@@ -29,6 +29,8 @@ use gpuquota_simgpu::fixture::{Options, SimGpu};
 /// How long anything may take that should happen at once.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
+/// How long calls wait for a daemon that is gone.
+const PATIENT: &str = "60s";
 /// How long a daemon may take to start: without optimization and on an emulated processor it reads kernel types for long.
 const STARTING: Duration = Duration::from_mins(2);
 
@@ -116,7 +118,7 @@ impl Bed {
              bpf-directory = \"{bpf}\"\n\
              [policy]\nvendor = \"{scratch}/none\"\nadmin = \"{scratch}/etc\"\n\
              [gpu]\ndevice-dir = \"{devices}\"\nnvml-library = \"{libraries}/libnvidia-ml.so.1\"\n\
-             [enforcement]\nreconcile-interval = \"200ms\"\nlistener-timeout = \"5s\"\n",
+             [enforcement]\nreconcile-interval = \"200ms\"\nlistener-timeout = \"{PATIENT}\"\n",
             bus = self.bus(),
             scratch = scratch.display(),
             bpf = self.bpf_directory().display(),
@@ -131,6 +133,18 @@ impl Bed {
         let path = self.scratch("gpuquota.toml");
         let settings = fs::read_to_string(&path).expect("settings") + text;
         fs::write(path, settings).expect("settings");
+    }
+
+    /// How long calls wait for a daemon that is gone, from the next start on. At first it is longer than any start takes.
+    pub fn set_listener_timeout(&self, timeout: &str) {
+        let path = self.scratch("gpuquota.toml");
+        let settings = fs::read_to_string(&path).expect("settings");
+        let changed = settings.replace(
+            &format!("listener-timeout = \"{PATIENT}\""),
+            &format!("listener-timeout = \"{timeout}\""),
+        );
+        assert_ne!(changed, settings, "set already");
+        fs::write(path, changed).expect("settings");
     }
 
     /// A command of this build, in the environment of the GPUs.

@@ -145,9 +145,10 @@ fn calls_wait_for_a_daemon_and_are_refused_if_none_comes() {
     // It waits for a daemon that comes in time …
     actor.order("alloc 512MiB");
     thread::sleep(Duration::from_millis(500));
+    bed.set_listener_timeout("3s");
     bed.start();
     assert_eq!(actor.answer(), "allocated 536870912");
-    // … and not for ever: listener-timeout is five seconds here, and libcuda asks twice.
+    // … and not for ever; libcuda asks twice.
     bed.signal_daemon(libc::SIGKILL);
     let asked = Instant::now();
     let answer = actor.tell("alloc 64MiB");

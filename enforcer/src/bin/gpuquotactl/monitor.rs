@@ -73,10 +73,6 @@ fn is_about(notice: &Notice, name: &str) -> bool {
     }
 }
 
-#[expect(
-    clippy::too_many_lines,
-    reason = "one arm and one sentence per kind of notice"
-)]
 fn describe(notice: &Notice) -> (Style, String) {
     match notice {
         Notice::Denied {
