@@ -1,6 +1,6 @@
 //! What a launch costs in arithmetic, and what it costs to find the launch calls of a library.
 //!
-//! The probe itself is measured where it works: `integration-tests/gpu/launch.sh cost`.
+//! The probe itself is measured where it works: `integration-tests/gpu/run.sh launches cost`.
 
 use std::{hint::black_box, sync::Arc, thread};
 

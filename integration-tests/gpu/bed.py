@@ -17,6 +17,11 @@ import time
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
 BIN = pathlib.Path(os.environ.get("BIN", REPO / "target" / "release"))
+# More lines of gpuquota.toml, say for a simulated GPU.
+SETTINGS = os.environ.get("SETTINGS", "")
+# The GPU that is measured.
+GPU = int(os.environ.get("GPU", 0))
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(GPU))
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -40,7 +45,7 @@ def cgroup_root():
 
 
 class Bed:
-    def __init__(self, policy, settings=""):
+    def __init__(self, policy, settings="", start=True):
         if os.geteuid() != 0:
             sys.exit("error: this script needs root")
         prepare_host()
@@ -55,10 +60,11 @@ class Bed:
         self.write_policy(policy)
         (self.dir / "gpuquota.toml").write_text(
             f'bus = "{self.bus}"\nruntime-directory = "{self.dir}/run"\nbpf-directory = "{self.pins}"\n'
-            f'[policy]\nvendor = "{self.dir}/none"\nadmin = "{self.dir}/policy.d"\n' + settings
+            f'[policy]\nvendor = "{self.dir}/none"\nadmin = "{self.dir}/policy.d"\n' + SETTINGS + settings
         )
         atexit.register(self.close)
-        self.start()
+        if start:
+            self.start()
 
     @property
     def bus(self):
@@ -78,6 +84,18 @@ class Bed:
                 sys.exit("error: the daemon does not start:\n" + self.log())
             time.sleep(0.05)
 
+    def kill(self):
+        """As a crash."""
+        self.daemon.kill()
+        self.daemon.wait()
+        (self.dir / "run" / "bus").unlink(missing_ok=True)
+
+    def restart(self):
+        self.daemon.terminate()
+        self.daemon.wait(10)
+        (self.dir / "run" / "bus").unlink(missing_ok=True)
+        self.start()
+
     def log(self):
         return (self.dir / "daemon.log").read_text()
 
@@ -89,12 +107,25 @@ class Bed:
         answer = json.loads(self.ctl("status", "--json", name).stdout)
         return answer["tenants"][0] if "tenants" in answer else answer
 
-    def usage(self, name, gpu=0):
+    def usage(self, name, gpu=GPU):
         return next(found for found in self.tenant(name)["gpus"] if found["gpu"] == gpu)
 
     def run(self, tenant, *command, **popen):
         line = [BIN / "gpuquotactl", "--bus", self.bus, "run", "--socket", self.dir / "run" / "listener.sock"]
         return subprocess.Popen([*line, "--tenant", tenant, "--", *command], **popen)
+
+    def spawn(self, cgroup, *command):
+        """A process in a cgroup below the bed's, without the daemon's help."""
+        folder = pathlib.Path(f"{self.cgroups}{self.top}/{cgroup}")
+        folder.mkdir(parents=True, exist_ok=True)
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+            preexec_fn=lambda: (folder / "cgroup.procs").write_text(str(os.getpid())),
+        )
+
+    @staticmethod
+    def nvml_by_process():
+        return nvml_bytes()
 
     def worker(self, tenant, environment=None):
         """A PyTorch process in a tenant that answers each line of input with a line."""
@@ -136,8 +167,11 @@ class Worker:
         self.process.stdin.flush()
         answer = self.process.stdout.readline().strip()
         if not answer:
-            sys.exit(f"error: the worker ended at {line!r} with {self.process.wait()}")
-        return json.loads(answer)
+            raise RuntimeError(f"the worker ended at {line!r} with {self.process.wait()}")
+        answer = json.loads(answer)
+        if list(answer) == ["error"] and answer["error"]:
+            raise RuntimeError(f"{line}: {answer['error']}")
+        return answer
 
     def close(self):
         self.process.stdin.close()
@@ -149,3 +183,41 @@ def nvml_bytes():
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     lines = subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
     return {int(pid): int(mib) * MIB for pid, mib in (line.split(",") for line in lines if line.strip())}
+
+
+def cuda_worker(bed, tenant):
+    """A worker that speaks to the driver's interface directly, in a tenant; with tenant None in none."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    command = [sys.executable, pathlib.Path(__file__).with_name("cuda_worker.py")]
+    return Worker(subprocess.Popen(command, **pipes) if tenant is None else bed.run(tenant, *command, **pipes))
+
+
+def time_worker(bed, tenant, environment=None):
+    """A PyTorch worker of time_worker.py, in a tenant; with tenant None in none."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1,
+             "env": {**os.environ, **(environment or {})}}
+    command = [sys.executable, pathlib.Path(__file__).with_name("time_worker.py")]
+    return Worker(subprocess.Popen(command, **pipes) if tenant is None else bed.run(tenant, *command, **pipes))
+
+
+def together(workers, *lines):
+    """One line to all at once, or each its own; their answers."""
+    lines = lines if len(lines) > 1 else lines * len(workers)
+    for worker, line in zip(workers, lines):
+        worker.process.stdin.write(line + "\n")
+        worker.process.stdin.flush()
+    answers = []
+    for worker, line in zip(workers, lines):
+        answer = worker.process.stdout.readline().strip()
+        if not answer:
+            raise RuntimeError(f"a worker ended at {line!r} with {worker.process.wait()}")
+        answers.append(json.loads(answer))
+        if list(answers[-1]) == ["error"]:
+            raise RuntimeError(f"{line}: {answers[-1]['error']}")
+    return answers
+
+
+def cpu_ms(pid):
+    """CPU time that a process has used."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) * 1000 // os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""An ordinary CUDA program: launches empty kernels as fast as it can when its input says so. Knows nothing of quotas.
+"""An ordinary CUDA program: launches empty kernels and allocates memory when its input says so. Knows nothing of quotas.
 
 Goes through the driver's interface by ctypes, or through PyTorch for what its input calls torch.
 """
@@ -119,18 +119,184 @@ def torch_graph(seconds, nodes):
     return {"replays": count, "start": start, "end": now}
 
 
+class PoolProperties(ctypes.Structure):
+    """CUmemPoolProps of cuda.h: pinned memory of the first device."""
+
+    _fields_ = [("kind", ctypes.c_int), ("handles", ctypes.c_int), ("place", ctypes.c_int), ("device", ctypes.c_int),
+                ("security", ctypes.c_void_p), ("most", ctypes.c_size_t), ("usage", ctypes.c_ushort), ("reserved", ctypes.c_ubyte * 54)]
+
+
+class AllocationProperties(ctypes.Structure):
+    """CUmemAllocationProp of cuda.h."""
+
+    _fields_ = [("kind", ctypes.c_int), ("handles", ctypes.c_int), ("place", ctypes.c_int), ("device", ctypes.c_int),
+                ("security", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8)]
+
+
+class NodeParameters(ctypes.Structure):
+    """CUDA_MEM_ALLOC_NODE_PARAMS of cuda.h."""
+
+    _fields_ = [("pool", PoolProperties), ("access", ctypes.c_void_p), ("accesses", ctypes.c_size_t), ("bytes", ctypes.c_size_t),
+                ("pointer", ctypes.c_uint64)]
+
+
+def pool_properties():
+    return PoolProperties(kind=1, place=1, device=0)
+
+
+def by_alloc(size):
+    pointer = ctypes.c_uint64()
+    return cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)), pointer
+
+
+def by_pitch(size):
+    pointer, pitch = ctypes.c_uint64(), ctypes.c_size_t()
+    row = 1 << 20
+    return cuda.cuMemAllocPitch_v2(ctypes.byref(pointer), ctypes.byref(pitch), ctypes.c_size_t(row), ctypes.c_size_t(size // row), 16), pointer
+
+
+def by_managed(size):
+    pointer = ctypes.c_uint64()
+    return cuda.cuMemAllocManaged(ctypes.byref(pointer), ctypes.c_size_t(size), 1), pointer
+
+
+def by_async(size):
+    pointer = ctypes.c_uint64()
+    code = cuda.cuMemAllocAsync(ctypes.byref(pointer), ctypes.c_size_t(size), None)
+    return code or cuda.cuStreamSynchronize(None), pointer
+
+
+def by_pool(size):
+    if "pool" not in state:
+        state["pool"] = ctypes.c_void_p()
+        check(cuda.cuMemPoolCreate(ctypes.byref(state["pool"]), ctypes.byref(pool_properties())), "cuMemPoolCreate")
+    pointer = ctypes.c_uint64()
+    code = cuda.cuMemAllocFromPoolAsync(ctypes.byref(pointer), ctypes.c_size_t(size), state["pool"], None)
+    return code or cuda.cuStreamSynchronize(None), pointer
+
+
+def by_create(size):
+    handle = ctypes.c_uint64()
+    properties = AllocationProperties(kind=1, place=1, device=0)
+    return cuda.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(properties), ctypes.c_ulonglong(0)), handle
+
+
+def by_graph(size):
+    """A graph whose only node allocates, and that is launched."""
+    graph, node, executable = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    check(cuda.cuGraphCreate(ctypes.byref(graph), 0), "cuGraphCreate")
+    parameters = NodeParameters(pool=pool_properties(), bytes=size)
+    code = (
+        cuda.cuGraphAddMemAllocNode(ctypes.byref(node), graph, None, ctypes.c_size_t(0), ctypes.byref(parameters))
+        or cuda.cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+        or cuda.cuGraphLaunch(executable, None)
+        or cuda.cuStreamSynchronize(None)
+    )
+    return code, parameters
+
+
+def by_host(size):
+    pointer = ctypes.c_void_p()
+    return cuda.cuMemHostAlloc(ctypes.byref(pointer), ctypes.c_size_t(size), 0), pointer
+
+
+def by_register(size):
+    import mmap
+
+    memory = mmap.mmap(-1, size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return cuda.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(size), 0), memory
+
+
+WAYS = {
+    "cuMemAlloc": by_alloc, "cuMemAllocPitch": by_pitch, "cuMemAllocManaged": by_managed, "cuMemAllocAsync": by_async,
+    "cuMemAllocFromPoolAsync": by_pool, "cuMemCreate": by_create, "graph memory node": by_graph, "cuMemHostAlloc": by_host,
+    "cuMemHostRegister": by_register,
+}
+
+
+def fill(way, mib, most):
+    """Allocates blocks of so many MiB until it fails or there are `most` MiB; the driver's error code, 0 for none."""
+    got, kept = 0, state.setdefault("kept", [])
+    while got < most:
+        code, what = WAYS[way.replace("_", " ")](mib << 20)
+        if code != 0:
+            return {"mib": got, "code": code}
+        kept.append(what)
+        got += mib
+    return {"mib": got, "code": 0}
+
+
+def share():
+    """Memory of 256 MiB that another process may open."""
+    code, pointer = by_alloc(256 << 20)
+    check(code, "cuMemAlloc")
+    handle = (ctypes.c_ubyte * 64)()
+    check(cuda.cuIpcGetMemHandle(ctypes.byref(handle), pointer), "cuIpcGetMemHandle")
+    return {"handle": bytes(handle).hex()}
+
+
+class IpcHandle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_ubyte * 64)]
+
+
+def open_shared(handle):
+    pointer = ctypes.c_uint64()
+    handle = IpcHandle.from_buffer_copy(bytes.fromhex(handle))
+    check(cuda.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), handle, 1), "cuIpcOpenMemHandle")
+    return {}
+
+
+def allocations(count):
+    """Nanoseconds for an allocation of 2 MiB and its end."""
+    pointer = ctypes.c_uint64()
+    start = time.monotonic_ns()
+    for _ in range(count):
+        check(cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(2 << 20)), "cuMemAlloc")
+        check(cuda.cuMemFree_v2(pointer), "cuMemFree")
+    return {"ns": (time.monotonic_ns() - start) / count}
+
+
+def graph_cost(count, nodes):
+    """Nanoseconds to launch a graph of so many kernels, by its median."""
+    import torch
+
+    torch_graph(0, nodes)
+    times = []
+    for _ in range(count):
+        start = time.monotonic_ns()
+        state["graph"].replay()
+        times.append(time.monotonic_ns() - start)
+    torch.cuda.synchronize()
+    return {"ns": sorted(times)[count // 2]}
+
+
+def timed_context():
+    start = time.monotonic()
+    context()
+    return {"seconds": time.monotonic() - start}
+
+
 COMMANDS = {
+    "nothing": dict,
     "context": context,
+    "timed-context": timed_context,
     "launch": lambda seconds: launch(float(seconds)),
     "cost": lambda count: cost(int(count)),
     "code": code,
     "torch": lambda seconds: torch_ops(float(seconds)),
     "graph": lambda seconds, nodes: torch_graph(float(seconds), int(nodes)),
+    "graph-cost": lambda count, nodes: graph_cost(int(count), int(nodes)),
+    "fill": lambda way, mib, most: fill(way, int(mib), int(most)),
+    "share": share,
+    "open": open_shared,
+    "allocations": lambda count: allocations(int(count)),
 }
 
 for line in sys.stdin:
     words = line.split()
     try:
         print(json.dumps(COMMANDS[words[0]](*words[1:])), flush=True)
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:
+        # An AttributeError names a function that this libcuda does not export.
         print(json.dumps({"error": str(error)}), flush=True)

@@ -1,58 +1,21 @@
-"""GPU time on a real GPU: what docs/time.md claims, measured. See README.md in this folder.
+"""GPU time on a real GPU: what docs/time.md claims, measured. See README.md in this folder."""
 
-Prints one line per claim, and writes everything that was measured to time.csv in OUT (default: the current folder).
-"""
-
-import csv
 import json
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
-from bed import Bed, Worker
+import record
+from bed import Bed, Worker, time_worker as start, together
+from record import at, claim, quick, sample, skip
 
-OUT = pathlib.Path(os.environ.get("OUT", "."))
 WORKER = pathlib.Path(__file__).with_name("time_worker.py")
 KERNEL_US = 500
 SHORT_US = 25
-failures = []
-rows = []
-
-
-def claim(what, holds, detail=""):
-    word = {True: "ok  ", False: "FAIL", None: "info"}[holds]
-    print(f"{word}  {what}{'  (' + detail + ')' if detail else ''}", flush=True)
-    if holds is False:
-        failures.append(what)
-
-
-def note(test, who, quantity, at, value):
-    rows.append((test, who, quantity, at, value))
-
-
-def start(bed, tenant, environment=None):
-    """A worker in a tenant, or outside of every tenant."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1,
-             "env": {**os.environ, **(environment or {})}}
-    command = [sys.executable, WORKER]
-    return Worker(subprocess.Popen(command, **pipes) if tenant is None else bed.run(tenant, *command, **pipes))
-
-
-def tell_all(workers, lines):
-    """Gives everybody an order at the same time, and waits for all answers."""
-    for worker, line in zip(workers, lines):
-        worker.process.stdin.write(line + "\n")
-        worker.process.stdin.flush()
-    answers = []
-    for worker, line in zip(workers, lines):
-        answer = worker.process.stdout.readline().strip()
-        if not answer:
-            sys.exit(f"error: a worker ended at {line!r} with {worker.process.wait()}")
-        answers.append(json.loads(answer))
-    return answers
 
 
 def windows(answers, seconds, length=1.0):
@@ -75,28 +38,24 @@ def show(values):
     return " : ".join(f"{value:.1f}" for value in values)
 
 
-def shares(test, workers, lines, seconds, wanted=None, within=1.0, within_window=2.0, groups=None):
+def shares(test, workers, lines, seconds, wanted=None, within=1.0, within_window=2.0, groups=None, key=None):
     """Lets workers compete, and compares their shares with `wanted` (percent). Returns steps per second of each."""
-    answers = tell_all(workers, lines)
+    answers = together(workers, *lines)
     found = windows(answers, seconds)
     for w, counts in enumerate(found):
         for who, count in enumerate(counts):
-            note(test, who, "steps", w, count)
+            sample(f"{test}/{who}", w, count)
     total = [sum(column) for column in zip(*found)]
     grouped = lambda counts: [sum(counts[i] for i in group) for group in groups] if groups else counts
     got = percent(grouped(total))
     if wanted is None:
-        claim(test, None, show(got))
+        claim(test, None, show(got), key=key)
     else:
         off = max(abs(g - w) for g, w in zip(got, wanted))
         worst = max(abs(g - w) for counts in found for g, w in zip(percent(grouped(counts)), wanted))
-        claim(f"{test}: within {within} point over {seconds} s", off <= within, f"{show(got)}, off by {off:.2f}")
+        claim(f"{test}: within {within} points over {seconds} s", off <= within, f"{show(got)}, off by {off:.2f}", key=key, off=off, worst=worst)
         claim(f"{test}: within {within_window} points in each second", worst <= within_window, f"off by {worst:.2f} at worst")
     return [count / seconds for count in total]
-
-
-def at(values, part):
-    return sorted(values)[min(len(values) - 1, int(len(values) * part))]
 
 
 def latency(test, victim, line, neighbour=None, neighbour_line=None):
@@ -104,31 +63,46 @@ def latency(test, victim, line, neighbour=None, neighbour_line=None):
     if neighbour:
         neighbour.process.stdin.write(neighbour_line + "\n")
         neighbour.process.stdin.flush()
-        time.sleep(1.5)
+        time.sleep(0.7)
     times = victim.tell(line)["ms"]
     if neighbour:
         neighbour.process.stdout.readline()
     for i, value in enumerate(times):
-        note(test, 0, "ms", i, value)
-    p50, p99 = at(times, 0.5), at(times, 0.99)
-    claim(test, None, f"p50 {p50:.2f} ms, p99 {p99:.2f} ms, {len(times)} times")
-    return p99
+        sample(f"{test}/ms", i, value)
+    return at(times, 0.5), at(times, 0.99)
 
 
 def policy(names, extra=""):
     return extra + "".join(f'[tenant.{name}]\ncgroup = "@/{name}.slice"\n' for name in names)
 
 
+# The launch budget is no limit: with it the daemon sees within 2 ms that the tenant is at work (docs/time.md).
+EXCLUSIVE = """[class.urgent]
+priority = 200
+exclusive = true
+[tenant.a]
+cgroup = "@/a.slice"
+class = "urgent"
+launch.max = "1M/s"
+"""
+
+
 class Run:
-    def __init__(self, wanted):
-        self.wanted = wanted
+    """The daemon and the workers that the parts below share."""
+
+    def __init__(self):
         self.bed = None
         self.workers = {}
-
-    def has(self, part):
-        return not self.wanted or part in self.wanted
+        a = start(None, None)
+        a.tell("context")
+        self.rounds = a.tell(f"calibrate {KERNEL_US}")["rounds"]
+        self.short = a.tell(f"calibrate {SHORT_US}")["rounds"]
+        self.alone_rate = self.alone("one tenant alone, kernels/s", a)
+        a.close()
 
     def worker(self, name):
+        """The worker of that name, in the tenant of its first letter, under a daemon."""
+        self.bed = self.bed or Bed(policy("abcde"))
         if name not in self.workers:
             self.workers[name] = start(self.bed, name.rstrip("0123456789"))
             self.workers[name].tell("context")
@@ -141,99 +115,103 @@ class Run:
     def spin(self, seconds):
         return f"saturate {self.rounds} {seconds}"
 
-    def without(self):
-        """What the driver does by itself, before any daemon runs."""
+    def alone(self, test, worker):
+        found = windows([worker.tell(self.spin(3.5))], 2)
+        rate = sum(count for (count,) in found) / 2
+        claim(test, None, f"{rate:.0f}", key="alone", rate=rate)
+        return rate
+
+    def default(self):
+        """What the driver does by itself: processes in no tenant."""
         a, b = start(None, None), start(None, None)
-        tell_all([a, b], ["context", "context"])
-        self.rounds = a.tell(f"calibrate {KERNEL_US}")["rounds"]
-        self.short = a.tell(f"calibrate {SHORT_US}")["rounds"]
-        alone = self.alone("alone, kernels/s", a)
-        self.alone_rate = alone
-        if self.has("default"):
-            rates = shares("default time-slicing, two tenants", [a, b], [self.spin(7)] * 2, 5)
-            claim("default time-slicing, sum / alone", None, f"{sum(rates) / alone:.1%}")
-        if self.has("latency"):
-            victim = f"burst 20 {self.short} 3"
-            self.burst_alone = latency("burst alone", a, victim)
-            latency("burst beside a neighbour, default time-slicing", a, victim, b, self.spin(6))
-            self.graph_alone = latency("graph alone", a, "graph 3")
-            latency("graph beside a neighbour, default time-slicing", a, "graph 3", b, self.spin(7))
+        together([a, b], "context")
+        rates = shares("default time slicing, two processes", [a, b], [self.spin(6.5)] * 2, 5, key="share/default")
+        claim("default time slicing, sum / alone", None, f"{sum(rates) / self.alone_rate:.1%}", key="sum/default")
         a.close()
         b.close()
-
-    def alone(self, test, worker):
-        answer = worker.tell(self.spin(4))
-        found = windows([answer], 3)
-        rate = sum(count for (count,) in found) / 3
-        claim(test, None, f"{rate:.0f}")
-        return rate
 
     def weights(self):
         a, b = self.worker("a"), self.worker("b")
         for wa, wb in ((50, 50), (25, 75), (30, 70), (10, 90)):
             self.set("a", f"time.weight={wa}")
             self.set("b", f"time.weight={wb}")
-            rates = shares(f"weight {wa}:{wb}", [a, b], [self.spin(11.5)] * 2, 10, (wa, wb))
-            claim(f"weight {wa}:{wb}, sum / alone", None, f"{sum(rates) / self.alone_rate:.1%}")
+            rates = shares(f"weights {wa}:{wb}", [a, b], [self.spin(11.5)] * 2, 10, (wa, wb), key=f"share/{wa}:{wb}")
+            claim(f"weights {wa}:{wb}, sum / alone", None, f"{sum(rates) / self.alone_rate:.1%}", key=f"sum/{wa}:{wb}")
 
     def loops(self):
         a, b = self.worker("a"), self.worker("b")
         self.set("a", "time.weight=30")
         self.set("b", "time.weight=70")
-        shares("matmul loops 30:70", [a, b], ["matmul 4096 7"] * 2, 5, (30, 70), 2, 3)
-        shares("training loops 30:70", [a, b], ["train 7"] * 2, 5, (30, 70), 2, 4)
+        length = quick(5, 10)
+        for work, line in (("matmul", "matmul 4096"), ("training", "train")):
+            shares(f"PyTorch {work} loops 30:70", [a, b], [f"{line} {length + 2}"] * 2, length, (30, 70), 1, 2, key=f"share/{work}")
 
     def many(self):
         for name in "abcde":
+            self.worker(name)
             self.set(name, "time.weight=100")
+        length = quick(4, 10)
+        line = self.spin(length + 1.5)
         workers = [self.worker(name) for name in "abc"]
         self.set("c", "time.weight=200")
-        shares("three tenants 25:25:50", workers, [self.spin(6.5)] * 3, 5, (25, 25, 50))
+        shares("three tenants 25:25:50", workers, [line] * 3, length, (25, 25, 50), key="share/three")
         second = self.worker("a2")
         self.set("c", "time.weight=100")
-        shares("two processes in one tenant count as one", [workers[0], second, workers[1]], [self.spin(6.5)] * 3, 5,
-               (50, 50), groups=((0, 1), (2,)))
-        self.workers.pop("a2").close()
+        shares("two processes in one tenant count as one", [workers[0], second, workers[1]], [line] * 3, length,
+               (50, 50), groups=((0, 1), (2,)), key="share/two-in-one")
         workers += [self.worker("d"), self.worker("e")]
         for name, weight in zip("abcde", (10, 15, 20, 25, 30)):
             self.set(name, f"time.weight={weight}")
-        shares("five tenants 10:15:20:25:30", workers, [self.spin(7)] * 5, 5, (10, 15, 20, 25, 30))
-        for name in "cde":
+        shares("five tenants 10:15:20:25:30", workers, [line] * 5, length, (10, 15, 20, 25, 30), key="share/five")
+        for name in ("a2", "c", "d", "e"):
             self.workers.pop(name).close()
 
     def ceilings(self):
         a = self.worker("a")
+        length = quick(6, 10)
         for limit in (25, 50, 75):
             self.set("a", f"time.max={limit}%")
-            answer = a.tell(self.spin(10))
-            found = [count for (count,) in windows([answer], 8)]
+            found = [count for (count,) in windows([a.tell(self.spin(length + 2))], length)]
             for w, count in enumerate(found):
-                note(f"ceiling {limit} %", 0, "steps", w, count)
-            got = 100 * sum(found) / 8 / self.alone_rate
+                sample(f"ceiling {limit} %", w, count)
+            got = 100 * sum(found) / length / self.alone_rate
             worst = max(abs(100 * count / self.alone_rate - limit) for count in found[1:])
-            claim(f"ceiling {limit} %: within 2 points", abs(got - limit) <= 2, f"{got:.1f} %; a second is off by {worst:.1f} at worst")
-            time_ = self.bed.usage("a").get("time") or {}
-            claim(f"ceiling {limit} %: what the daemon measured", None, f"{100 * time_.get('share_10s', 0):.1f} % in 10 s")
+            told = (self.bed.usage("a").get("time") or {}).get("share_10s", 0)
+            claim(f"ceiling of {limit} % on an idle GPU: within 2 points", abs(got - limit) <= 2,
+                  f"{got:.1f} %; a second is off by {worst:.1f} at worst; the daemon tells {100 * told:.1f} %", key=f"ceiling/{limit}", got=got)
         self.set("a", "time.max=")
 
     def latencies(self):
         victim, neighbour = self.worker("a"), self.worker("b")
-        for work, line, alone in (("burst", f"burst 20 {self.short} 4", self.burst_alone), ("graph", "graph 4", self.graph_alone)):
-            self.set("a", "time.weight=95")
-            self.set("b", "time.weight=5")
-            p99 = latency(f"{work} beside a neighbour, weight 95:5", victim, line, neighbour, self.spin(8))
-            claim(f"{work}, weight 95:5: p99 within 2.2 of alone", p99 <= 2.2 * alone, f"{p99 / alone:.2f}")
-            self.bed.write_policy(policy("bcde", EXCLUSIVE))
-            self.bed.ctl("reload")
-            victim.tell(f"burst 20 {self.short} 0.2")
-            p99 = latency(f"{work} beside a neighbour, exclusive", victim, line, neighbour, self.spin(8))
-            claim(f"{work}, exclusive: p99 within 1.1 of alone", p99 <= 1.1 * alone, f"{p99 / alone:.2f}")
+        repeats = quick(3, 5)
+        for work, line in (("20 kernels of 25 us", f"burst 20 {self.short} 1.5"), ("graph", "graph 1.5")):
+            found = {"alone": [], "weights 95:5": [], "exclusive": []}
+            victim.tell(line)  # makes what it needs
+            for _ in range(repeats):
+                found["alone"].append(latency(f"{work} alone", victim, line))
+                self.bed.write_policy(policy("abcde"))
+                self.bed.ctl("reload")
+                self.set("a", "time.weight=95")
+                self.set("b", "time.weight=5")
+                found["weights 95:5"].append(latency(f"{work}, weights 95:5", victim, line, neighbour, self.spin(3)))
+                self.bed.write_policy(policy("bcde", EXCLUSIVE))
+                self.bed.ctl("reload")
+                time.sleep(0.3)
+                found["exclusive"].append(latency(f"{work}, exclusive", victim, line, neighbour, self.spin(3)))
             self.bed.write_policy(policy("abcde"))
             self.bed.ctl("reload")
+            alone = record.median([p99 for _, p99 in found["alone"]])
+            for how, times in found.items():
+                p50, p99 = (record.median(column) for column in zip(*times))
+                spread = f"{min(p for _, p in times):.2f} to {max(p for _, p in times):.2f}"
+                measured = f"p50 {p50:.2f} ms, p99 {p99:.2f} ms ({spread} in {repeats} runs), p99 {p99 / alone:.2f} times alone"
+                most = {"alone": None, "weights 95:5": 2.2, "exclusive": 1.1}[how]
+                claim(f"{work}, {how}" + (f": p99 within {most} times alone" if most else ""), most and bool(p99 <= most * alone),
+                      measured, key=f"latency/{work}/{how}", p50=p50, p99=p99, ratio=p99 / alone)
 
     def freeze(self):
         a = self.worker("a")
-        a.process.stdin.write(self.spin(6) + "\n")
+        a.process.stdin.write(self.spin(4) + "\n")
         a.process.stdin.flush()
         time.sleep(1)
         for _ in range(20):
@@ -247,81 +225,101 @@ class Run:
         for what in ("freeze", "thaw"):
             took = state.get(what, {})
             claim(f"{what}: under 1 ms", (took.get("p50_us") or 1e9) < 1000,
-                  f"p50 {took.get('p50_us')} us, p99 {took.get('p99_us')} us, {took.get('count')} times")
+                  f"p50 {took.get('p50_us')} us, p99 {took.get('p99_us')} us, {took.get('count')} times", key=f"act/{what}")
         took = state.get("slice", {})
-        claim("setting a slice", None, f"p50 {took.get('p50_us')} us, {took.get('count')} times")
+        claim("setting a slice", None, f"p50 {took.get('p50_us')} us, {took.get('count')} times", key="act/slice")
 
-    def long_round(self):
-        """Restarts the daemon with another round; the tenants do not notice."""
+    def rounds_(self):
+        """Restarts the daemon with other rounds; the tenants do not notice."""
         a, b = self.worker("a"), self.worker("b")
         settings = self.bed.dir / "gpuquota.toml"
-        settings.write_text(settings.read_text() + '[time]\nround = "20ms"\n')
-        self.bed.daemon.terminate()
-        self.bed.daemon.wait(10)
-        self.bed.start()
-        self.set("a", "time.weight=50")
-        self.set("b", "time.weight=50")
-        time.sleep(1)
-        alone = self.alone("alone with round 20 ms, kernels/s", a)
-        rates = shares("round 20 ms, 50:50", [a, b], [self.spin(7)] * 2, 5, (50, 50))
-        claim("round 20 ms: sum at least 97 % of alone", sum(rates) >= 0.97 * alone, f"{sum(rates) / alone:.1%}")
+        plain = settings.read_text()
+        for length in (5, 10, 20, 40):
+            settings.write_text(plain + f'[time]\nround = "{length}ms"\n')
+            self.bed.restart()
+            self.set("a", "time.weight=50")
+            self.set("b", "time.weight=50")
+            time.sleep(0.5)
+            seconds = quick(3, 10)
+            rates = shares(f"round {length} ms, 50:50", [a, b], [self.spin(seconds + 1.5)] * 2, seconds, (50, 50))
+            part = sum(rates) / self.alone_rate
+            sample("sum by round", length, 100 * part)
+            claim(f"round of {length} ms: sum" + (" at least 97 % of alone" if length == 20 else " / alone"),
+                  part >= 0.97 if length == 20 else None, f"{part:.1%}", key=f"round/{length}", part=part)
+        settings.write_text(plain)
+        self.bed.restart()
+
+    def adoption(self):
+        """Processes that were there before the daemon."""
+        bed = Bed(policy("xy"), start=False)
+        workers = []
+        for tenant in "xy":
+            worker = Worker(bed.spawn(tenant + ".slice", sys.executable, WORKER))
+            worker.tell("context")
+            worker.tell("hold 1024")
+            workers.append(worker)
+        bed.start()
+        held = []
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and not all(used >= 1 << 30 for used in held or [0]):
+            time.sleep(0.5)
+            held = [bed.usage(tenant)["memory_used"] for tenant in "xy"]
+        nvml = bed.nvml_by_process()
+        told = [nvml.get(worker.process.pid, 0) for worker in workers]
+        claim("adopted: the ledger has what NVML tells, within 2 %", all(abs(a - b) <= 0.02 * b for a, b in zip(held, told)),
+              f"ledger {[used >> 20 for used in held]} MiB, NVML {[used >> 20 for used in told]} MiB", key="adopt/memory")
+        bed.ctl("set-property", "x", "time.weight=25", "--runtime")
+        bed.ctl("set-property", "y", "time.weight=75", "--runtime")
+        time.sleep(0.5)
+        shares("adopted, weights 25:75", workers, [self.spin(5.5)] * 2, 4, (25, 75), key="adopt/share")
+        for worker in workers:
+            worker.close()
+        left = [bed.usage(tenant)["memory_used"] for tenant in "xy"]
+        claim("adopted: nothing is left when they have ended", not any(left), f"{left}", key="adopt/left")
+        bed.close()
 
     def mps(self):
-        if not shutil.which("nvidia-cuda-mps-control"):
-            claim("MPS", None, "not on this machine")
-            return
-        folder = self.bed.dir / "mps"
-        folder.mkdir()
-        control = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
-        command = ["nvidia-cuda-mps-control"]
-        subprocess.run([*command, "-d"], check=True, env={**os.environ, **control})
-        try:
-            workers = [start(None, None, {**control, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)}) for share in (30, 70)]
-            tell_all(workers, ["context"] * 2)
-            rates = shares("MPS, 30 and 70 % of the threads", workers, [self.spin(6)] * 2, 4)
-            claim("MPS, sum / alone", None, f"{sum(rates) / self.alone_rate:.1%}")
+        with Mps() as mps:
+            if not mps:
+                return
+            workers = [start(None, None, mps.share(part)) for part in (30, 70)]
+            together(workers, "context")
+            rates = shares("MPS, 30 and 70 % of the threads", workers, [self.spin(5.5)] * 2, 4, key="share/mps")
+            claim("MPS, sum / alone", None, f"{sum(rates) / self.alone_rate:.1%}", key="sum/mps")
             for worker in workers:
                 worker.close()
-        finally:
-            subprocess.run(command, input="quit\n", text=True, check=False, env={**os.environ, **control})
 
 
-EXCLUSIVE = '[class.urgent]\npriority = 200\nexclusive = true\n[tenant.a]\ncgroup = "@/a.slice"\nclass = "urgent"\n'
+class Mps:
+    """An MPS server of one's own, if the host has one; false otherwise, and then that is on record."""
+
+    def __enter__(self):
+        self.environment = None
+        if not shutil.which("nvidia-cuda-mps-control"):
+            skip("MPS", "nvidia-cuda-mps-control is not on this host")
+            return self
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="gpuquota-mps-"))
+        self.environment = {"CUDA_MPS_PIPE_DIRECTORY": str(self.folder), "CUDA_MPS_LOG_DIRECTORY": str(self.folder)}
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, env={**os.environ, **self.environment})
+        return self
+
+    def __bool__(self):
+        return self.environment is not None
+
+    def share(self, percent_):
+        """Environment of a client that has that part of the threads."""
+        return {**self.environment, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent_)}
+
+    def __exit__(self, *_):
+        if self.environment:
+            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False,
+                           env={**os.environ, **self.environment})
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def main():
-    run = Run(sys.argv[1:])
-    began = time.monotonic()
-    try:
-        run.without()
-        run.bed = Bed(policy("abcde"))
-        for part, measure in (("shares", run.weights), ("loops", run.loops), ("latency", run.latencies),
-                              ("ceilings", run.ceilings), ("freeze", run.freeze), ("many", run.many),
-                              ("round", run.long_round)):
-            if run.has(part):
-                measure()
-        for worker in run.workers.values():
-            worker.close()
-        run.workers.clear()
-        if run.has("mps"):
-            run.mps()
-    except BaseException:
-        if run.bed:
-            print(run.bed.log(), file=sys.stderr)
-        raise
-    finally:
-        with open(OUT / "time.csv", "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(("test", "who", "quantity", "at", "value"))
-            writer.writerows(rows)
-        if run.bed:
-            (OUT / "daemon.log").write_text(run.bed.log())
-    clocks = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks_event_reasons.active",
-                             "--format=csv,noheader"], capture_output=True, text=True, check=False).stdout.strip()
-    claim("the GPU", None, clocks)
-    claim("all of it took", None, f"{time.monotonic() - began:.0f} s")
-    if failures:
-        sys.exit(f"{len(failures)} claims do not hold")
-
-
-main()
+if __name__ == "__main__":
+    run = Run()
+    record.run("time", {
+        "default": run.default, "shares": run.weights, "loops": run.loops, "latency": run.latencies, "ceilings": run.ceilings,
+        "freeze": run.freeze, "many": run.many, "rounds": run.rounds_, "adoption": run.adoption, "mps": run.mps,
+    })

@@ -1,16 +1,12 @@
-"""Memory budgets on a real GPU with PyTorch: what issue A claims, shown. See README.md in this folder."""
+"""Memory budgets on a real GPU with PyTorch. See README.md in this folder."""
 
-import sys
+import os
+import signal
+import time
 
+import record
 from bed import Bed, GIB, MIB, nvml_bytes
-
-failures = []
-
-
-def check(what, holds, detail=""):
-    print(f"{'ok  ' if holds else 'FAIL'}  {what}{'  (' + detail + ')' if detail else ''}", flush=True)
-    if not holds:
-        failures.append(what)
+from record import claim as check, sample
 
 
 def near(a, b, tolerance=0.01):
@@ -25,14 +21,14 @@ def out_of_memory_free_and_raise():
     filled = worker.tell("fill 256 20000")
     usage = bed.usage("t")
     check("8 GiB: PyTorch raises OutOfMemoryError at the budget", filled["error"] == "OutOfMemoryError",
-          f"after {filled['mib']} MiB in blocks of 256; ledger {usage['memory_used'] // MIB} MiB of 8192")
+          f"after {filled['mib']} MiB in blocks of 256; ledger {usage['memory_used'] // MIB} MiB of 8192", key="memory/oom")
     check("never above the budget", usage["memory_peak"] <= 8 * GIB and usage["breaches"] == 0)
     check("at least 95 % of it was to be had", usage["memory_used"] + 256 * MIB > 8 * GIB)
     nvml = nvml_bytes()[pid]
     ledger_grown, nvml_grown = usage["memory_used"] - context["ledger"], nvml - context["nvml"]
     check("the ledger is within 1 % of NVML's figure, context apart", near(ledger_grown, nvml_grown),
           f"ledger +{ledger_grown // MIB} MiB, NVML +{nvml_grown // MIB} MiB; "
-          f"context: ledger {context['ledger'] // MIB}, NVML {context['nvml'] // MIB}")
+          f"context: ledger {context['ledger'] // MIB}, NVML {context['nvml'] // MIB}", key="memory/ledger")
     check("the process goes on", worker.tell("compute")["sum"] == 2.0 * (1 << 20))
     worker.tell("keep 8")
     check("after freeing, what fits is granted (cache flush and retry)", worker.tell("alloc 5000")["error"] is None)
@@ -54,8 +50,9 @@ def limits():
         filled = worker.tell("fill 2 200000")
         used = bed.usage("t")
         share = used["memory_used"] / (limit * GIB)
+        sample("usable", limit, 100 * share)
         check(f"{limit} GiB: at least 99 % usable, never more", 0.99 <= share <= 1 and used["breaches"] == 0,
-              f"{share:.2%}, {filled['error']}")
+              f"{share:.2%}, {filled['error']}", key=f"limit/{limit}", share=share)
         worker.close()
         bed.close()
     bed = Bed('[tenant.t]\ncgroup = "@/t.slice"\nmemory.max = "10GiB"\n')
@@ -66,7 +63,7 @@ def limits():
         worker.tell("fill 64 200000")
     used = bed.usage("t")
     check("4 processes share one budget of 10 GiB", used["memory_peak"] <= 10 * GIB and used["breaches"] == 0,
-          f"{used['memory_used'] / (10 * GIB):.2%} in {len(used['processes'])} processes")
+          f"{used['memory_used'] / (10 * GIB):.2%} in {len(used['processes'])} processes", key="limit/four")
     for worker in workers:
         worker.close()
     bed.close()
@@ -83,7 +80,7 @@ def allocators():
         used = bed.usage("t")
         check(f"{name}: OutOfMemoryError at the budget", filled["error"] == "OutOfMemoryError"
               and used["memory_peak"] <= 8 * GIB and used["breaches"] == 0,
-              f"after {filled['mib']} MiB, ledger {used['memory_used'] // MIB} MiB")
+              f"after {filled['mib']} MiB, ledger {used['memory_used'] // MIB} MiB", key=f"allocator/{name}")
         worker.tell("keep 4")
         check(f"{name}: usable after", worker.tell("alloc 2000")["error"] is None)
         worker.close()
@@ -96,25 +93,18 @@ def life_and_death():
     pid = worker.tell("context")["pid"]
     worker.tell("fill 256 2000")
     before = bed.usage("t")["memory_used"]
-    bed.daemon.kill()
-    bed.daemon.wait()
-    (bed.dir / "run" / "bus").unlink(missing_ok=True)
+    bed.kill()
     bed.start()
     check("a killed daemon leaves the ledger to the next", bed.usage("t")["memory_used"] == before)
     check("and the budget holds on", worker.tell("fill 256 20000")["error"] == "OutOfMemoryError")
-    import os, signal, time
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
     while bed.usage("t")["memory_used"] and time.monotonic() - killed < 10:
         time.sleep(0.01)
     took = time.monotonic() - killed
-    check("a killed process leaves nothing within a second", took < 1.0, f"{took * 1000:.0f} ms")
+    check("a killed process leaves nothing within a second", took < 1.0, f"{took * 1000:.0f} ms", key="memory/sigkill")
     bed.close()
 
 
 if __name__ == "__main__":
-    parts = {"oom": out_of_memory_free_and_raise, "limits": limits, "allocators": allocators, "life": life_and_death}
-    for name in sys.argv[1:] or parts:
-        parts[name]()
-    print(f"{'FAILED: ' + ', '.join(failures) if failures else 'all held'}")
-    sys.exit(1 if failures else 0)
+    record.run("memory", {"oom": out_of_memory_free_and_raise, "limits": limits, "allocators": allocators, "life": life_and_death})

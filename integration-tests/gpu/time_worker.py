@@ -5,8 +5,10 @@ preempted, so it would finish work that it was never given time for.
 """
 
 import collections
+import functools
 import json
 import os
+import random
 import sys
 import time
 
@@ -26,6 +28,7 @@ BLOCKS = 132 * 8
 spin_kernel = None
 spin_out = None
 BIN = 0.1  # seconds
+held = []
 
 
 def spin(rounds):
@@ -134,12 +137,15 @@ def burst(kernels, rounds, seconds):
     return latencies(work, seconds)
 
 
-def graph(seconds):
-    """Inference with 2 billion weights, as for one token of a language model, captured as a CUDA graph: about a millisecond."""
+@functools.cache
+def inference():
+    """Inference with 2 billion weights, as for one token of a language model, captured as a CUDA graph: more than a millisecond."""
     width = 8192
     layers = (layer for _ in range(32) for layer in (torch.nn.Linear(width, width, device="cuda", dtype=torch.half), torch.nn.GELU()))
-    model = torch.nn.Sequential(*layers)
-    x = torch.randn(8, width, device="cuda", dtype=torch.half)
+    return capture(torch.nn.Sequential(*layers), torch.randn(8, width, device="cuda", dtype=torch.half))
+
+
+def capture(model, x):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
@@ -151,7 +157,99 @@ def graph(seconds):
         model(x)
     captured.replay()
     torch.cuda.synchronize()
-    return latencies(captured.replay, seconds)
+    # The graph uses their memory.
+    captured.uses = (model, x)
+    return captured
+
+
+def graph(seconds):
+    return latencies(inference().replay, seconds)
+
+
+def serve(rate, seconds, seed):
+    """An open loop: requests come at random moments, whether or not the last one is done; milliseconds from arrival to end.
+
+    `gpu_ms` is what a request takes on the GPU: if that is near the whole of an undisturbed request, the GPU is what it waits for."""
+    captured = inference()
+    moments = random.Random(seed)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    captured.replay()
+    end.record()
+    end.synchronize()
+    times = []
+    arrival = time.perf_counter()
+    last = arrival + seconds
+    while True:
+        arrival += moments.expovariate(rate)
+        if arrival > last:
+            break
+        while time.perf_counter() < arrival:
+            time.sleep(0 if arrival - time.perf_counter() < 0.001 else 0.0005)
+        captured.replay()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - arrival) * 1000)
+    return {"ms": [round(t, 4) for t in times], "gpu_ms": start.elapsed_time(end)}
+
+
+def copy(seconds):
+    """Copies inside the card as fast as it can."""
+    a, b = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
+    return keep_busy(lambda: b.copy_(a), seconds, 1, 8)
+
+
+@functools.cache
+def step(kind):
+    """One step of a program, as a function."""
+    if kind == "resnet50":
+        import torchvision
+
+        model = torchvision.models.resnet50().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        images, labels = torch.randn(32, 3, 224, 224, device="cuda"), torch.randint(0, 1000, (32,), device="cuda")
+
+        def train_step():
+            optimizer.zero_grad(set_to_none=True)
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+
+        return train_step
+    # One token of a decoder of 24 layers, batch 1: short kernels.
+    width = 2048
+    layer = lambda: torch.nn.TransformerEncoderLayer(width, 16, 4 * width, dropout=0, batch_first=True, device="cuda", dtype=torch.half)
+    model = torch.nn.Sequential(*(layer() for _ in range(24))).train()
+    x = torch.randn(1, 1, width, device="cuda", dtype=torch.half)
+    if kind == "decode-graph":
+        return capture(model, x).replay
+
+    def eager():
+        with torch.no_grad():
+            model(x)
+
+    return eager
+
+
+def step_time(kind, seconds):
+    """Median and p99 of a step, each waited for, in milliseconds."""
+    work = step(kind)
+    for _ in range(5):
+        work()
+    torch.cuda.synchronize()
+    times = sorted(latencies(work, seconds)["ms"])
+    return {"p50": times[len(times) // 2], "p99": times[int(len(times) * 0.99)], "count": len(times)}
+
+
+def fault():
+    """A kernel that writes where there is no memory: the context is lost, and with it the work of this process."""
+    kernel = torch.cuda._compile_kernel(
+        "extern \"C\" __global__ void wild(float* out) { out[1ull << 44] = 1.0f; }", "wild"
+    )
+    try:
+        kernel((1, 1, 1), (1, 1, 1), (torch.zeros(1, device="cuda"),))
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return {"fault": str(error).splitlines()[0]}
+    return {"fault": None}
 
 
 def answer(words):
@@ -171,6 +269,17 @@ def answer(words):
         return burst(int(words[1]), int(words[2]), float(words[3]))
     if words[0] == "graph":
         return graph(float(words[1]))
+    if words[0] == "serve":
+        return serve(float(words[1]), float(words[2]), int(words[3]))
+    if words[0] == "copy":
+        return copy(float(words[1]))
+    if words[0] == "step":
+        return step_time(words[1], float(words[2]))
+    if words[0] == "hold":
+        held.append(torch.empty(int(words[1]) << 20, dtype=torch.uint8, device="cuda"))
+        return {}
+    if words[0] == "fault":
+        return fault()
     raise ValueError(words)
 
 

@@ -35,9 +35,9 @@ def answer(words):
     if words[0] == "alloc":
         try:
             allocate(int(words[1]) * MIB)
-            return {"error": None}
+            return {"mib": int(words[1]), "error": None}
         except torch.OutOfMemoryError as error:
-            return {"error": type(error).__name__}
+            return {"mib": 0, "error": type(error).__name__}
     if words[0] == "keep":
         del blocks[int(words[1]):]
         return {"blocks": len(blocks)}

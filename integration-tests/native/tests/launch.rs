@@ -1,7 +1,7 @@
 //! Launch budgets on unmodified programs: rates, bursts, who is touched and who is not, and that nobody stays stopped.
 //!
 //! Rates are what the workloads themselves count. The bound above is the issue's; the one below is wider, since here
-//! tenants, daemon and GPU share a few CPUs: a tenant that gets no CPU cannot launch. `integration-tests/gpu/launch.sh`
+//! tenants, daemon and GPU share a few CPUs: a tenant that gets no CPU cannot launch. `integration-tests/gpu/run.sh launches`
 //! measures the real thing.
 
 use std::{

@@ -1,7 +1,7 @@
 //! GPU time on unmodified programs: weights, ceilings, exclusive classes, freezing, and who survives what.
 //!
 //! Shares are those that the simulated GPU itself counts. Bounds are wider than on a real GPU, since everything here
-//! shares a few CPUs: `integration-tests/gpu/time.sh` measures the real thing.
+//! shares a few CPUs: `integration-tests/gpu/run.sh time` measures the real thing.
 
 use std::{
     collections::BTreeMap,

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Measures gpuquota on the NVIDIA GPU of this host, beside what the driver and MPS do by themselves, and writes the tables and
+# plots of docs/benchmarks.md from what it measured. README.md in this folder says more.
+#
+# usage: run.sh                    everything: about 40 minutes; QUICK=1: about 10
+#        run.sh PART [SUBPART...]  one part, without the report: memory paths lifecycle launches time tail overhead neighbours control
+#        run.sh report             tables and plots from the raw data that is there
+#
+# BIN: folder of gpuquotad and gpuquotactl (target/release)   OUT: folder for raw data (docs/benchmarks)   GPU: which one (0)
+set -euo pipefail
+here=$(dirname "$(readlink -f "$0")")
+repo=$(readlink -f "$here/../..")
+export BIN=${BIN:-$repo/target/release} OUT=${OUT:-$repo/docs/benchmarks} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+parts=(memory paths lifecycle launches time tail overhead neighbours control)
+
+script() { # the file of a part
+    case $1 in
+    time) echo "$here/gputime.py" ;;
+    *) echo "$here/$1.py" ;;
+    esac
+}
+
+mkdir -p "$OUT"
+case ${1:-all} in
+report) exec python3 "$here/report.py" ;;
+all)
+    python3 "$here/ground.py"
+    rc=0
+    for part in "${parts[@]}"; do
+        python3 "$(script "$part")" || rc=1
+    done
+    python3 "$here/report.py"
+    exit "$rc"
+    ;;
+*)
+    [[ " ${parts[*]} " == *" $1 "* ]] || { echo "error: no part '$1'; there are: ${parts[*]}, report" >&2; exit 1; }
+    python3 "$here/ground.py"
+    part=$1
+    shift
+    exec python3 "$(script "$part")" "$@"
+    ;;
+esac
