@@ -5,7 +5,7 @@
 //! has two writers, so user space never loses an update that the kernel side makes at the same time.
 
 /// Version of every layout in this crate; part of the pin path, so that two layouts never share a map.
-pub const LAYOUT_VERSION: u32 = 1;
+pub const LAYOUT_VERSION: u32 = 2;
 
 /// Most tenants that one daemon governs.
 pub const MAX_TENANTS: u32 = 2048;
@@ -237,15 +237,23 @@ pub struct Object {
     pub parent: u32,
     /// For a [`kind::DUP`]: the memory it stands for.
     pub source: ObjectKey,
-    /// For [`kind::MEMORY`]: handles that others hold on it.
+    /// For [`kind::MEMORY`]: handles that others hold on it. For a [`kind::CLIENT`]: 1 once another process has made an
+    /// object in it.
     pub dups: u32,
     /// For a [`kind::CLIENT`]: the fd through which it was made.
     pub fd: u32,
+    /// For a [`kind::CLIENT`]: address of the open file through which it was made, with which the driver frees it; 0 if
+    /// that is not known.
+    pub file: u64,
 }
 
 /// Client handle under which memory lives on when its owner freed it and others still hold it.
 /// RM hands out client handles from 0xc1d00000, so this one is never a client's.
 pub const ORPHAN_CLIENT: u32 = 0xffff_fffe;
+
+/// "Process" of what lives on although no process has its file: the file is on its way through a socket, or held by
+/// something in the kernel. No process has this number.
+pub const PARKED: u32 = 0;
 
 /// A process that has spoken to the driver, or inherited from one that has.
 #[repr(C)]
@@ -428,7 +436,7 @@ pub mod counter {
     pub const UNKNOWN_GPU: u32 = 5;
     /// Processes or accounts that found no room.
     pub const PROCESSES_FULL: u32 = 6;
-    /// Scheduling controls that tenants issued on their own channels.
+    /// Scheduling controls that tenants issued, and those on channels that others did.
     pub const OWN_CONTROLS: u32 = 7;
     /// Driver calls that were decoded.
     pub const DECODED: u32 = 8;
@@ -438,8 +446,10 @@ pub mod counter {
     pub const COMPAT_REFUSED: u32 = 10;
     /// Opened GPU files that were closed to a process in no tenant.
     pub const UNGOVERNED_DENIED: u32 = 11;
+    /// Frees whose argument was another one after the call: nothing was released.
+    pub const CHANGED_FREES: u32 = 12;
     /// Number of counters.
-    pub const COUNT: u32 = 12;
+    pub const COUNT: u32 = 13;
 }
 
 #[cfg(feature = "user")]
@@ -475,7 +485,7 @@ mod tests {
         assert_eq!(size_of::<Usage>(), 32);
         assert_eq!(size_of::<AccountKey>(), 8);
         assert_eq!(size_of::<ObjectKey>(), 8);
-        assert_eq!(size_of::<Object>(), 3 * 8 + 10 * 4);
+        assert_eq!(size_of::<Object>(), 4 * 8 + 10 * 4);
         assert_eq!(size_of::<Process>(), 16);
         assert_eq!(size_of::<InFlight>(), 7 * 8 + 16 * 4);
         assert_eq!(size_of::<DeviceKey>(), 16);

@@ -16,13 +16,18 @@ pub const CANCEL: u64 = 2;
 pub const RELEASE_OBJECT: u64 = 3;
 /// Release what is left of an account and forget it: `[RELEASE_ACCOUNT, tgid, tenant, gpu]`.
 pub const RELEASE_ACCOUNT: u64 = 4;
-/// Give an object to another process and tenant: `[MOVE_OBJECT, client, handle, tgid, tenant]`.
+/// Give an object to another process and tenant: `[MOVE_OBJECT, client, handle, tgid, tenant, fd]`.
 pub const MOVE_OBJECT: u64 = 5;
 /// Note a process that was there before the observer: `[ADOPT_PROCESS, tgid, start_ns, tenant, cgroup]`.
 pub const ADOPT_PROCESS: u64 = 6;
 /// Take an object of such a process into the ledger, with its charge; one that is known stays as it is:
 /// `[ADOPT_OBJECT, client, handle, tgid, tenant, gpu, kind, class, parent, fd, bytes, cgroup]`.
 pub const ADOPT_OBJECT: u64 = 7;
+
+/// Whether the open file at a kernel address still is an open control file: `[IS_OPEN, address]`.
+pub const IS_OPEN: u64 = 8;
+/// Whether a descriptor of the caller is the open file at a kernel address: `[IS_FILE, fd, address]`.
+pub const IS_FILE: u64 = 9;
 
 /// Results of an operation.
 pub mod result {

@@ -4,7 +4,7 @@
 //! whose layout differs between kernels: user space looks the offsets up in BTF and sets the globals here.
 
 use aya_ebpf::helpers::{bpf_get_current_task, bpf_probe_read_kernel};
-use gpuquota_common::map::{Device, DeviceKey};
+use gpuquota_common::map::{Device, DeviceKey, device};
 
 use crate::maps::DEVICES;
 
@@ -34,6 +34,14 @@ offset!(
 offset!(
     /// `file.f_inode`
     OFF_FILE_INODE
+);
+offset!(
+    /// `file.f_ref`, before Linux 6.13 `file.f_count`
+    OFF_FILE_COUNT
+);
+offset!(
+    /// What that counter says of a file that one holder has, less one: since 6.13 it begins at 0.
+    FILE_COUNT_LEAST
 );
 offset!(
     /// `inode.i_rdev`
@@ -74,6 +82,12 @@ pub fn field<T: Copy>(base: u64, offset: u32) -> Option<T> {
 /// The driver's device behind `fd` of the current task, or `None` for every other file.
 #[inline(always)]
 pub fn device_of(fd: u32) -> Option<Device> {
+    device_behind(file_of(fd)?)
+}
+
+/// The address of the open file behind `fd` of the current task.
+#[inline(always)]
+pub fn file_of(fd: u32) -> Option<u64> {
     // SAFETY: no arguments, no effects (kernel 4.8).
     let task = unsafe { bpf_get_current_task() };
     let files: u64 = field(task, patched!(OFF_TASK_FILES))?;
@@ -83,7 +97,27 @@ pub fn device_of(fd: u32) -> Option<Device> {
         return None;
     }
     let fds: u64 = field(table, patched!(OFF_FDT_FD))?;
-    device_behind(field(fds, fd.wrapping_mul(8))?)
+    field(fds, fd.wrapping_mul(8)).filter(|file| *file != 0)
+}
+
+/// Whether `fd` of the current task is the open file at an address.
+#[inline(always)]
+pub fn is_file(fd: u32, file: u64) -> bool {
+    // Not compared as options: the compiler then looks at the content of one that has none, which the verifier refuses.
+    let found = core::hint::black_box(file_of(fd).unwrap_or(0));
+    found == file
+}
+
+/// Whether the file at an address, once a control file's, is that and open.
+///
+/// One that was closed has no holder, or its memory is another file's by now.
+#[inline(always)]
+pub fn is_open_control(file: u64) -> bool {
+    let Some(holders) = field::<i64>(file, patched!(OFF_FILE_COUNT)) else {
+        return false;
+    };
+    holders >= i64::from(patched!(FILE_COUNT_LEAST))
+        && matches!(device_behind(file), Some(found) if found.kind == device::CONTROL)
 }
 
 /// The driver's device behind a `struct file`, or `None` for every other file.

@@ -262,10 +262,13 @@ fn reserve(settings: &Settings, thread: u32, flight: &mut InFlight, refusing: bo
     }
 }
 
-/// A tenant may change its own time slices: the daemon is told, and sets them again.
+/// A tenant may change its own time slices, and whoever has a GPU open may disable and enable everybody's channels: the
+/// daemon is told, and sets them again.
 #[inline(always)]
 fn watch_control(tenant: u32, tgid: u32, decoded: &Call) {
-    if tenant == NO_TENANT || !ctrl::changes_scheduling(decoded.class) {
+    if !ctrl::changes_scheduling(decoded.class)
+        || tenant == NO_TENANT && decoded.class != ctrl::FIFO_DISABLE_CHANNELS
+    {
         return;
     }
     count(counter::OWN_CONTROLS);

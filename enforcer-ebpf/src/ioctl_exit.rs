@@ -9,13 +9,14 @@ use gpuquota_common::{
         InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, Object, ObjectKey, Settings, call, cell,
         counter, kind, refusal, settings_flags,
     },
-    nvidia::{IoctlCmd, class, nvos32, nvos55, nvos64, status, status_offset},
+    nvidia::{IoctlCmd, class, nr, nvos00, nvos32, nvos55, nvos64, status, status_offset},
     rm::{self, Call, CallerMemory, object_kind},
 };
 
 use crate::{
+    file,
     ledger::{self, Reserved},
-    maps::{IN_FLIGHT, OBJECTS, budget, count, emit, now, settings},
+    maps::{IN_FLIGHT, OBJECTS, SETTINGS, budget, count, emit, now},
     rm::{Caller, gpu_of},
     task,
 };
@@ -24,39 +25,37 @@ use crate::{
 const RECORD_RET: usize = 16;
 
 /// Exit of an ioctl.
+///
+/// In line with the entry point that the macro makes, which would be a frame of its own.
 #[tracepoint]
+#[inline(always)]
 pub fn ioctl_exit(ctx: TracePointContext) -> u32 {
     let thread = task::thread();
-    let settings = settings();
-    // SAFETY: the entry is this thread's own.
-    match unsafe { IN_FLIGHT.get(thread) } {
-        None => return 0,
-        Some(flight) if flight.call == call::UNREADABLE => {
-            let flight = *flight;
-            if !read_late(&settings, thread, flight) {
-                let _ = IN_FLIGHT.remove(thread);
-                return 0;
-            }
-        }
-        Some(_) => {}
-    }
-    // Looked up again, so that the verifier has one path from here on, not one for every way to decode a call.
-    // SAFETY: the entry is this thread's own; it is copied before it is removed.
-    let Some(flight) = (unsafe { IN_FLIGHT.get(thread) }).copied() else {
+    let Some(settings) = SETTINGS.get(0) else {
         return 0;
     };
-    let _ = IN_FLIGHT.remove(thread);
-    let ret = task::record::<i64>(&ctx, RECORD_RET);
-    if ret == 0 && status_is_ok(&flight) {
-        settle(&settings, &flight);
-    } else if flight.reserved > 0 {
-        ledger::unreserve(
-            settings.generation,
-            flight.tenant,
-            flight.gpu,
-            flight.reserved,
-        );
+    // Not copied: kernels before 6.13 allow 512 bytes of stack for all frames together.
+    let Some(flight) = IN_FLIGHT.get_ptr_mut(thread) else {
+        return 0;
+    };
+    // SAFETY: the entry is this thread's own, and stays until it is removed below.
+    let flight = unsafe { &mut *flight };
+    if flight.call != call::UNREADABLE || read_late(settings, flight) {
+        let ret = task::record::<i64>(&ctx, RECORD_RET);
+        // The verifier has one path from here on, not one for every way to decode a call.
+        let flight = core::hint::black_box(&*flight);
+        if ret == 0 && status_is_ok(flight) {
+            settle(settings, flight);
+        } else if flight.reserved > 0 {
+            ledger::unreserve(
+                settings.generation,
+                flight.tenant,
+                flight.gpu,
+                flight.reserved,
+            );
+        }
     }
+    let _ = IN_FLIGHT.remove(thread);
     0
 }
 
@@ -64,7 +63,7 @@ pub fn ioctl_exit(ctx: TracePointContext) -> u32 {
 ///
 /// Returns whether it concerns the ledger; the entry then says what the call was.
 #[inline(always)]
-fn read_late(settings: &Settings, thread: u32, mut flight: InFlight) -> bool {
+fn read_late(settings: &Settings, flight: &mut InFlight) -> bool {
     let Ok((cmd, arg)) = rm::unwrap_xfer(&Caller, IoctlCmd::from_raw(flight.cmd), flight.arg)
     else {
         return false;
@@ -88,7 +87,7 @@ fn read_late(settings: &Settings, thread: u32, mut flight: InFlight) -> bool {
     flight.class = decoded.class;
     flight.source = decoded.source;
     flight.gpu = gpu_of(settings, &decoded);
-    IN_FLIGHT.insert(thread, flight, 0).is_ok()
+    true
 }
 
 /// The driver reports most failures in the argument, with 0 as the call's own result.
@@ -112,28 +111,52 @@ fn status_is_ok(flight: &InFlight) -> bool {
 #[inline(always)]
 fn settle(settings: &Settings, flight: &InFlight) {
     let tgid = task::tgid();
-    match flight.call {
-        call::ALLOC_OBJECT => {
-            let handle = new_handle(flight);
-            let client = if class::is_client(flight.class) {
-                handle
-            } else {
-                flight.client
-            };
-            remember(settings, tgid, flight, ObjectKey { client, handle }, 0);
+    let key = match flight.call {
+        call::FREE => {
+            if !is_as_it_was(flight) {
+                count(counter::CHANGED_FREES);
+                return;
+            }
+            ObjectKey {
+                client: flight.client,
+                handle: flight.handle,
+            }
         }
+        call::ALLOC_OBJECT | call::ALLOC_MEMORY | call::DUP => {
+            let handle = new_handle(flight);
+            let is_client = class::is_client(flight.class) && flight.call == call::ALLOC_OBJECT;
+            ObjectKey {
+                client: if is_client { handle } else { flight.client },
+                handle,
+            }
+        }
+        _ => return,
+    };
+    // Freed now, or its free was not seen and something new has its name. Not kept as an option: one that has none would
+    // be passed on with content that was never written, which the verifier refuses.
+    let before = ledger::release(settings.generation, key).unwrap_or_default();
+    match flight.call {
+        call::FREE if before.kind == 0 => count(counter::UNKNOWN_FREES),
+        call::FREE => freed(tgid, key, &before),
+        call::DUP => dup(tgid, flight, key),
         call::ALLOC_MEMORY => {
             let bytes = charge(settings, tgid, flight);
-            let key = ObjectKey {
-                client: flight.client,
-                handle: new_handle(flight),
-            };
-            remember(settings, tgid, flight, key, bytes);
+            remember(tgid, flight, key, bytes);
         }
-        call::FREE => free(settings, tgid, flight),
-        call::DUP => dup(settings, tgid, flight),
-        _ => {}
+        _ => remember(tgid, flight, key, 0),
     }
+}
+
+/// Whether the caller's argument still names what it named at the entry. Nobody knows what the driver has freed if a
+/// second thread has changed it meanwhile; then everything stays charged.
+#[inline(always)]
+fn is_as_it_was(flight: &InFlight) -> bool {
+    let handle_at = match flight.cmd as u8 {
+        nr::RM_VID_HEAP_CONTROL => nvos32::MEMORY,
+        _ => nvos00::OBJECT,
+    };
+    Caller.word(flight.arg) == Some(flight.client)
+        && Caller.word(flight.arg + handle_at as u64) == Some(flight.handle)
 }
 
 /// The handle of the new object: the driver chooses one where the caller gave 0.
@@ -144,8 +167,8 @@ fn new_handle(flight: &InFlight) -> u32 {
         return flight.handle;
     }
     let offset = match IoctlCmd::from_raw(flight.cmd).nr {
-        gpuquota_common::nvidia::nr::RM_VID_HEAP_CONTROL => nvos32::MEMORY,
-        gpuquota_common::nvidia::nr::RM_DUP_OBJECT => nvos55::OBJECT,
+        nr::RM_VID_HEAP_CONTROL => nvos32::MEMORY,
+        nr::RM_DUP_OBJECT => nvos55::OBJECT,
         _ => nvos64::NEW,
     };
     Caller.word(flight.arg + offset as u64).unwrap_or(0)
@@ -253,10 +276,10 @@ fn granted(flight: &InFlight) -> u64 {
     rounded.max(flight.wanted)
 }
 
-/// Puts a new object into the map, in place of one whose free was not seen.
+/// Puts a new object into the map.
 #[inline(always)]
-fn remember(settings: &Settings, tgid: u32, flight: &InFlight, key: ObjectKey, bytes: u64) {
-    let _ = ledger::release(settings.generation, key);
+fn remember(tgid: u32, flight: &InFlight, key: ObjectKey, bytes: u64) {
+    let kind = object_kind(flight.class);
     let object = Object {
         bytes,
         born_ns: now(),
@@ -264,7 +287,7 @@ fn remember(settings: &Settings, tgid: u32, flight: &InFlight, key: ObjectKey, b
         tgid,
         tenant: flight.tenant,
         gpu: flight.gpu,
-        kind: object_kind(flight.class),
+        kind,
         class: flight.class,
         parent: flight.parent,
         source: ObjectKey {
@@ -273,14 +296,13 @@ fn remember(settings: &Settings, tgid: u32, flight: &InFlight, key: ObjectKey, b
         },
         dups: 0,
         fd: flight.fd,
+        file: 0,
     };
     if OBJECTS.insert(key, object, 0).is_err() {
         count(counter::OBJECTS_FULL);
     }
-    if matches!(
-        object.kind,
-        kind::SUBDEVICE | kind::CHANNEL_GROUP | kind::CHANNEL
-    ) {
+    note_use(tgid, flight.fd, key.client);
+    if matches!(kind, kind::SUBDEVICE | kind::CHANNEL_GROUP | kind::CHANNEL) {
         emit(&Event {
             kind: event::kind::CHANNEL_NEW,
             tenant: flight.tenant,
@@ -296,17 +318,32 @@ fn remember(settings: &Settings, tgid: u32, flight: &InFlight, key: ObjectKey, b
     }
 }
 
-/// Releases an object, and tells the daemon where others may hang below it.
+/// Notes on a client that a process has made something in it, or itself: who that was, and through which file.
+///
+/// The driver takes a call on a client only through the client's own file, so the file of a call that succeeded is it.
 #[inline(always)]
-fn free(settings: &Settings, tgid: u32, flight: &InFlight) {
+fn note_use(tgid: u32, fd: u32, client: u32) {
     let key = ObjectKey {
-        client: flight.client,
-        handle: flight.handle,
+        client,
+        handle: client,
     };
-    let Some(object) = ledger::release(settings.generation, key) else {
-        count(counter::UNKNOWN_FREES);
+    let Some(object) = OBJECTS.get_ptr_mut(key) else {
         return;
     };
+    // SAFETY: words of a map value. The file of a client is always the same, and `dups` of a client is only ever set.
+    unsafe {
+        if (*object).file == 0 {
+            (*object).file = file::file_of(fd).unwrap_or(0);
+        }
+        if (*object).tgid != tgid {
+            (*object).dups = 1;
+        }
+    }
+}
+
+/// Tells the daemon of a freed object below which others may hang.
+#[inline(always)]
+fn freed(tgid: u32, key: ObjectKey, object: &Object) {
     if object.kind == kind::MEMORY || object.kind == kind::DUP || object.kind == kind::CHANNEL {
         return;
     }
@@ -326,16 +363,16 @@ fn free(settings: &Settings, tgid: u32, flight: &InFlight) {
 
 /// Notes a second handle: the owner keeps paying, and the memory lives as long as any handle.
 #[inline(always)]
-fn dup(settings: &Settings, tgid: u32, flight: &InFlight) {
-    // SAFETY: a copy; what is used of it never changes.
-    let Some(mut source) = (unsafe { OBJECTS.get(flight.source) }).copied() else {
+fn dup(tgid: u32, flight: &InFlight, key: ObjectKey) {
+    let mut source_key = flight.source;
+    // SAFETY: what is used of it never changes.
+    let Some(mut source) = (unsafe { OBJECTS.get(source_key) }) else {
         return;
     };
-    let mut source_key = flight.source;
     if source.kind == kind::DUP {
         source_key = source.source;
         // SAFETY: as above.
-        let Some(owner) = (unsafe { OBJECTS.get(source_key) }).copied() else {
+        let Some(owner) = (unsafe { OBJECTS.get(source_key) }) else {
             return;
         };
         source = owner;
@@ -343,11 +380,6 @@ fn dup(settings: &Settings, tgid: u32, flight: &InFlight) {
     if source.kind != kind::MEMORY {
         return;
     }
-    let key = ObjectKey {
-        client: flight.client,
-        handle: new_handle(flight),
-    };
-    let _ = ledger::release(settings.generation, key);
     let object = Object {
         bytes: 0,
         born_ns: source.born_ns,
@@ -361,11 +393,13 @@ fn dup(settings: &Settings, tgid: u32, flight: &InFlight) {
         source: source_key,
         dups: 0,
         fd: flight.fd,
+        file: 0,
     };
     if OBJECTS.insert(key, object, 0).is_err() {
         count(counter::OBJECTS_FULL);
         return;
     }
+    note_use(tgid, flight.fd, key.client);
     if let Some(owner) = OBJECTS.get_ptr_mut(source_key) {
         // SAFETY: a word of a map value, changed by one kind of program; RM serialises dups of one object.
         unsafe { (*owner).dups += 1 };

@@ -15,7 +15,7 @@ use gpuquota_common::{
 };
 
 use crate::{
-    adopt,
+    adopt, file,
     ledger::{self, Decision, Request},
     maps::{IN_FLIGHT, OBJECTS, count, settings},
 };
@@ -43,11 +43,26 @@ pub extern "C" fn ledger_op(ctx: *mut c_void) -> u32 {
         op::CANCEL => cancel(a as u32),
         op::RELEASE_OBJECT => release_object(a as u32, b as u32),
         op::RELEASE_ACCOUNT => release_account(a as u32, b as u32, c as u32),
-        op::MOVE_OBJECT => move_object(a as u32, b as u32, c as u32, d as u32),
+        op::MOVE_OBJECT => move_object(
+            ObjectKey {
+                client: a as u32,
+                handle: b as u32,
+            },
+            c as u32,
+            d as u32,
+            ctx.arg::<u64>(5) as u32,
+        ),
+        op::IS_OPEN => found(file::is_open_control(a)),
+        op::IS_FILE => found(file::is_file(a as u32, b)),
         op::ADOPT_PROCESS => adopt::process(a as u32, b, c as u32, d),
         op::ADOPT_OBJECT => adopt_object(&ctx),
         _ => result::INVALID,
     }
+}
+
+#[inline(always)]
+fn found(found: bool) -> u32 {
+    if found { result::OK } else { result::NOT_FOUND }
 }
 
 /// Takes the object apart that the words of an adoption describe.
@@ -76,6 +91,7 @@ fn adopt_object(ctx: &RawTracePointContext) -> u32 {
             },
             dups: 0,
             fd: ctx.arg::<u64>(9) as u32,
+            file: 0,
         },
     )
 }
@@ -176,9 +192,9 @@ fn release_account(tgid: u32, tenant: u32, gpu: u32) -> u32 {
 ///
 /// The charge follows even above the new tenant's limit: the memory is there already.
 #[inline(always)]
-fn move_object(client: u32, handle: u32, tgid: u32, tenant: u32) -> u32 {
+fn move_object(key: ObjectKey, tgid: u32, tenant: u32, fd: u32) -> u32 {
     let generation = settings().generation;
-    let Some(object) = OBJECTS.get_ptr_mut(ObjectKey { client, handle }) else {
+    let Some(object) = OBJECTS.get_ptr_mut(key) else {
         return result::NOT_FOUND;
     };
     // SAFETY: a copy of a map value.
@@ -195,6 +211,7 @@ fn move_object(client: u32, handle: u32, tgid: u32, tenant: u32) -> u32 {
     // charge then stays in the account of the process and goes with it.
     unsafe {
         (*object).tgid = tgid;
+        (*object).fd = fd;
         (*object).tenant = tenant;
         (*object).bytes = bytes;
     }

@@ -44,6 +44,7 @@ use crate::{
     kernel::{Kernel, KernelError, PinDir},
     launch::{Launches, attach},
     lifecycle::Proc,
+    open_files::OpenFiles,
     policy_files::FileError,
     telemetry::{Telemetry, TelemetryError},
     tenancy::{Seating, TenancyError},
@@ -152,6 +153,7 @@ pub struct Enforcer {
     /// Why maps and links are not pinned, if they are not.
     unpinned: Option<String>,
     processes: Arc<Proc>,
+    open_files: OpenFiles,
     time: TimeControl,
     launches: Arc<Launches>,
     in_force: RwLock<InForce>,
@@ -208,6 +210,8 @@ impl Enforcer {
         let (choice, lacking) = refusing::establish(&kernel, pins.as_ref(), &config, enforcing)?;
         let (notices, _) = broadcast::channel(NOTICES);
         let kernel = Arc::new(kernel);
+        let processes = Arc::new(processes);
+        let open_files = OpenFiles::new(Arc::clone(&kernel), Arc::clone(&processes), &control);
         let enforcer = Arc::new(Self {
             in_force: RwLock::new(InForce {
                 policy: Arc::default(),
@@ -232,7 +236,8 @@ impl Enforcer {
             high: Mutex::default(),
             known_driver: known,
             unpinned,
-            processes: Arc::new(processes),
+            open_files,
+            processes,
             time: TimeControl::default(),
             changing: Mutex::new(()),
             notices,

@@ -15,6 +15,7 @@ pub mod launch;
 pub mod lifecycle;
 pub mod metrics;
 pub mod notify;
+pub mod open_files;
 pub mod policy_files;
 pub mod telemetry;
 pub mod tenancy;

@@ -1,8 +1,8 @@
 //! Giving back: what happens to charges when objects, files and processes end.
 //!
 //! The kernel side releases what a single call frees. Everything that frees more than it names is done here:
-//! a freed device or client takes along what hangs below it, a process takes its clients along unless a child
-//! still holds their files. [`Reaper`] waits until a process is really gone, files and all, because only then
+//! a freed device or client takes along what hangs below it, a process takes its clients along unless another one
+//! still holds their files (see [`crate::open_files`]). [`Reaper`] waits until a process is really gone, files and all, because only then
 //! has the driver the memory back.
 
 use std::{
@@ -14,9 +14,7 @@ use std::{
     thread,
 };
 
-use gpuquota_common::map::{
-    AccountKey, DeviceKey, NO_TENANT, ORPHAN_CLIENT, Object, ObjectKey, kind,
-};
+use gpuquota_common::map::{AccountKey, DeviceKey, ORPHAN_CLIENT, Object, ObjectKey, PARKED, kind};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tracing::{debug, warn};
@@ -24,6 +22,7 @@ use tracing::{debug, warn};
 use crate::{
     driver::nvidia,
     kernel::{Kernel, KernelError},
+    open_files::{FileView, Holder},
 };
 
 /// What the rest of the system has to be asked about processes; the seam for tests.
@@ -36,13 +35,18 @@ pub trait ProcessView {
     fn holds_any_control(&self, tgid: u32) -> bool;
 }
 
-/// What to do about one object.
+/// What becomes of a client, and of what was made in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Disposal {
+pub enum Fate {
     /// Its memory is back with the driver.
-    Release(ObjectKey),
-    /// Its file lives on in another process.
-    Inherit(ObjectKey, u32),
+    Release,
+    /// Its file lives on, in another process or in none ([`PARKED`]).
+    Inherit {
+        /// Who has it.
+        tgid: u32,
+        /// Under this descriptor.
+        fd: u32,
+    },
 }
 
 /// Objects at and below `top`, by the parents they were made with.
@@ -83,35 +87,68 @@ pub fn subtree(objects: &BTreeMap<ObjectKey, Object>, top: ObjectKey) -> Vec<Obj
         .collect()
 }
 
-/// What becomes of the objects of processes that are gone.
+/// What becomes of the clients in which processes that are gone have made something.
 ///
-/// `children` names, by dead process, the living ones that were forked from it, directly or not.
-pub fn dispose(
+/// `objects` holds what they have made and the clients of that. `children` names, by dead process, the living ones that
+/// were forked from it, directly or not.
+pub fn fates(
     objects: &BTreeMap<ObjectKey, Object>,
     dead: &BTreeSet<u32>,
     children: &BTreeMap<u32, Vec<u32>>,
     view: &dyn ProcessView,
-) -> Vec<Disposal> {
-    let mut heirs: BTreeMap<u32, Option<u32>> = BTreeMap::new();
-    for (key, object) in objects {
-        if object.kind == kind::CLIENT && dead.contains(&object.tgid) {
-            let heir = children.get(&object.tgid).and_then(|children| {
-                children
-                    .iter()
-                    .copied()
-                    .find(|child| view.holds_control(*child, object.fd))
+    files: &dyn FileView,
+) -> BTreeMap<u32, Fate> {
+    let used: BTreeSet<u32> = objects
+        .keys()
+        .map(|key| key.client)
+        .filter(|client| *client != ORPHAN_CLIENT)
+        .collect();
+    used.into_iter()
+        .map(|handle| {
+            let client = objects.get(&ObjectKey {
+                client: handle,
+                handle,
             });
-            heirs.insert(key.client, heir);
-        }
-    }
-    objects
-        .iter()
-        .filter(|(key, object)| dead.contains(&object.tgid) && key.client != ORPHAN_CLIENT)
-        .map(|(key, _)| match heirs.get(&key.client).copied().flatten() {
-            Some(heir) => Disposal::Inherit(*key, heir),
-            None => Disposal::Release(*key),
+            let fate = match client {
+                None => Fate::Release,
+                // Made in the client of somebody who lives.
+                Some(client) if !dead.contains(&client.tgid) => Fate::Inherit {
+                    tgid: client.tgid,
+                    fd: client.fd,
+                },
+                Some(client) if client.file != 0 => whereabouts(handle, client, files),
+                // Not known which file it is: a child that has the control node under the same number has it.
+                Some(client) => children
+                    .get(&client.tgid)
+                    .and_then(|children| {
+                        children
+                            .iter()
+                            .copied()
+                            .find(|child| view.holds_control(*child, client.fd))
+                    })
+                    .map_or(Fate::Release, |tgid| Fate::Inherit {
+                        tgid,
+                        fd: client.fd,
+                    }),
+            };
+            (handle, fate)
         })
         .collect()
+}
+
+/// What becomes of a client that no living process is known to have.
+fn whereabouts(handle: u32, client: &Object, files: &dyn FileView) -> Fate {
+    if !files.is_open(client.file) {
+        return Fate::Release;
+    }
+    match files.holder(handle, client.file) {
+        Holder::Process { tgid, fd } => Fate::Inherit { tgid, fd },
+        Holder::Unseen => Fate::Inherit {
+            tgid: PARKED,
+            fd: client.fd,
+        },
+        Holder::Nobody => Fate::Release,
+    }
 }
 
 /// Releases what hangs below a freed object.
@@ -127,29 +164,59 @@ pub fn release_subtree(kernel: &Kernel, top: ObjectKey) -> Result<usize, KernelE
     Ok(keys.len())
 }
 
-/// Releases what processes had that are gone.
+/// Releases what processes had that are gone, or gives it to who has their files now.
 pub fn release_processes(
     kernel: &Kernel,
     dead: &BTreeSet<u32>,
     view: &dyn ProcessView,
+    files: &dyn FileView,
 ) -> Result<(), KernelError> {
     if dead.is_empty() {
         return Ok(());
     }
-    let objects: BTreeMap<ObjectKey, Object> = kernel
+    let mut objects: BTreeMap<ObjectKey, Object> = kernel
         .objects()
         .filter(|(_, object)| dead.contains(&object.tgid))
         .collect();
+    let clients: BTreeSet<ObjectKey> = objects
+        .keys()
+        .map(|key| ObjectKey {
+            client: key.client,
+            handle: key.client,
+        })
+        .collect();
+    for key in clients {
+        if let Some(client) = kernel.object(key) {
+            objects.insert(key, client);
+        }
+    }
     let children = descendants(kernel, dead);
-    let mut heirs = BTreeSet::new();
-    for disposal in dispose(&objects, dead, &children, view) {
-        match disposal {
-            Disposal::Release(key) => kernel.release_object(key)?,
-            Disposal::Inherit(key, heir) => {
-                let tenant = objects.get(&key).map_or(NO_TENANT, |object| object.tenant);
-                kernel.move_object(key, heir, tenant)?;
-                heirs.insert(heir);
+    let fates = fates(&objects, dead, &children, view, files);
+    // What others have made in a client goes with it.
+    let shared: BTreeSet<u32> = objects
+        .iter()
+        .filter(|(key, object)| {
+            object.kind == kind::CLIENT
+                && object.dups != 0
+                && fates.get(&key.client) == Some(&Fate::Release)
+        })
+        .map(|(key, _)| key.client)
+        .collect();
+    if !shared.is_empty() {
+        objects.extend(
+            kernel
+                .objects()
+                .filter(|(key, _)| shared.contains(&key.client)),
+        );
+    }
+    for (key, object) in &objects {
+        match fates.get(&key.client) {
+            Some(Fate::Release) => kernel.release_object(*key)?,
+            Some(Fate::Inherit { tgid, fd }) if dead.contains(&object.tgid) => {
+                kernel.move_object(*key, *tgid, object.tenant, *fd)?;
+                watch_heir(kernel, *tgid, object, view)?;
             }
+            _ => {}
         }
     }
     let accounts: Vec<AccountKey> = kernel
@@ -163,8 +230,26 @@ pub fn release_processes(
     for tgid in dead {
         kernel.forget_process(*tgid)?;
     }
-    debug!(?dead, ?heirs, objects = objects.len(), "released");
+    debug!(?dead, ?fates, objects = objects.len(), "released");
     Ok(())
+}
+
+/// Sees to it that the end of a process is noticed to which a client came without a call of its own.
+fn watch_heir(
+    kernel: &Kernel,
+    tgid: u32,
+    object: &Object,
+    view: &dyn ProcessView,
+) -> Result<(), KernelError> {
+    if tgid == PARKED || object.kind != kind::CLIENT || kernel.process(tgid).is_some() {
+        return Ok(());
+    }
+    // One that is gone by now is found with the dead.
+    let Some(started) = view.started(tgid) else {
+        return Ok(());
+    };
+    let start_ns = started * (1_000_000_000 / ticks_per_second());
+    kernel.adopt_process(tgid, start_ns, object.tenant, object.cgroup)
 }
 
 /// Living processes forked from the dead ones, directly or through others.
@@ -191,17 +276,67 @@ fn descendants(kernel: &Kernel, dead: &BTreeSet<u32>) -> BTreeMap<u32, Vec<u32>>
     found
 }
 
-/// Clients of living processes whose file is closed: released by nothing that a hook can see.
-pub fn closed_clients(kernel: &Kernel, view: &dyn ProcessView) -> Vec<ObjectKey> {
+/// Clients whose process lives and has let go of their file, and what becomes of them. No hook sees a file closed.
+pub fn loose_clients(
+    kernel: &Kernel,
+    view: &dyn ProcessView,
+    files: &dyn FileView,
+) -> Vec<(ObjectKey, Fate)> {
     kernel
         .objects()
         .filter(|(_, object)| object.kind == kind::CLIENT)
-        .filter(|(_, object)| view.started(object.tgid).is_some())
-        .filter(|(_, object)| {
-            !view.holds_control(object.tgid, object.fd) && !view.holds_any_control(object.tgid)
-        })
-        .map(|(key, _)| key)
+        .filter_map(|(key, client)| Some((key, loose(key.handle, &client, view, files)?)))
         .collect()
+}
+
+/// What becomes of a client; `None` if everything stays as it is.
+fn loose(
+    handle: u32,
+    client: &Object,
+    view: &dyn ProcessView,
+    files: &dyn FileView,
+) -> Option<Fate> {
+    let parked = client.tgid == PARKED;
+    // The dead are seen to elsewhere.
+    if !parked && view.started(client.tgid).is_none() {
+        return None;
+    }
+    if client.file != 0 && !files.is_open(client.file) {
+        return Some(Fate::Release);
+    }
+    if !parked {
+        if view.holds_control(client.tgid, client.fd) || view.holds_any_control(client.tgid) {
+            return None;
+        }
+        if client.file == 0 {
+            return Some(Fate::Release);
+        }
+    }
+    match whereabouts(handle, client, files) {
+        // On its way. Until it arrives, it stays with who has sent it.
+        Fate::Inherit { tgid: PARKED, .. } => None,
+        fate => Some(fate),
+    }
+}
+
+/// Gives a client to who has its file now, with what its process has made in it.
+pub fn hand_over(
+    kernel: &Kernel,
+    client: ObjectKey,
+    (tgid, fd): (u32, u32),
+    view: &dyn ProcessView,
+) -> Result<(), KernelError> {
+    let Some(before) = kernel.object(client) else {
+        return Ok(());
+    };
+    let objects: Vec<(ObjectKey, Object)> = kernel
+        .objects()
+        .filter(|(key, object)| key.client == client.client && object.tgid == before.tgid)
+        .collect();
+    for (key, object) in objects {
+        kernel.move_object(key, tgid, object.tenant, fd)?;
+    }
+    watch_heir(kernel, tgid, &before, view)
 }
 
 /// Processes in the ledger that are gone, or whose number another process has now.
@@ -230,7 +365,9 @@ pub fn dead_processes(kernel: &Kernel, view: &dyn ProcessView) -> BTreeSet<u32> 
             .objects()
             .map(|(_, object)| object.tgid)
             .chain(kernel.accounts().map(|(key, _)| key.tgid))
-            .filter(|tgid| !known.contains(tgid) && view.started(*tgid).is_none()),
+            .filter(|tgid| {
+                *tgid != PARKED && !known.contains(tgid) && view.started(*tgid).is_none()
+            }),
     );
     dead
 }
@@ -463,44 +600,122 @@ mod tests {
         assert_eq!(subtree(&objects, key(2)), [key(3), key(4), key(5)]);
     }
 
+    /// An open file that is where it is told to be.
+    struct File(Option<Holder>);
+
+    impl FileView for File {
+        fn is_open(&self, file: u64) -> bool {
+            assert_eq!(file, FILE);
+            self.0.is_some()
+        }
+        fn holder(&self, client: u32, file: u64) -> Holder {
+            assert_eq!((client, file), (CLIENT, FILE));
+            self.0.expect("only open files are looked for")
+        }
+    }
+
+    const FILE: u64 = 0xffff_8880_1234_5600;
+
+    fn tree_with_file() -> BTreeMap<ObjectKey, Object> {
+        let mut objects = tree();
+        objects.get_mut(&key(CLIENT)).expect("a client").file = FILE;
+        objects
+    }
+
+    fn fate(
+        objects: &BTreeMap<ObjectKey, Object>,
+        children: &[u32],
+        holding: &[(u32, u32)],
+        file: Option<Holder>,
+    ) -> Fate {
+        fates(
+            objects,
+            &BTreeSet::from([10]),
+            &BTreeMap::from([(10, children.to_vec())]),
+            &View(holding.iter().copied().collect()),
+            &File(file),
+        )[&CLIENT]
+    }
+
     #[test]
     fn the_dead_are_released() {
-        let found = dispose(
-            &tree(),
-            &BTreeSet::from([10]),
-            &BTreeMap::new(),
-            &View(BTreeSet::new()),
-        );
-        assert_eq!(found.len(), 7);
-        assert!(
-            found
-                .iter()
-                .all(|disposal| matches!(disposal, Disposal::Release(_)))
-        );
+        assert_eq!(fate(&tree(), &[], &[], None), Fate::Release);
+        assert_eq!(fate(&tree_with_file(), &[], &[], None), Fate::Release);
     }
 
     #[test]
     fn a_child_that_holds_the_file_inherits() {
-        let children = BTreeMap::from([(10, vec![11, 12])]);
-        let view = View(BTreeSet::from([(12, 5)]));
-        let found = dispose(&tree(), &BTreeSet::from([10]), &children, &view);
-        assert!(
-            found
-                .iter()
-                .all(|disposal| matches!(disposal, Disposal::Inherit(_, 12)))
-        );
+        let inherits = Fate::Inherit { tgid: 12, fd: 5 };
+        assert_eq!(fate(&tree(), &[11, 12], &[(12, 5)], None), inherits);
     }
 
     #[test]
     fn a_child_that_holds_another_file_does_not() {
-        let children = BTreeMap::from([(10, vec![11])]);
-        let view = View(BTreeSet::from([(11, 6)]));
-        let found = dispose(&tree(), &BTreeSet::from([10]), &children, &view);
-        assert!(
-            found
-                .iter()
-                .all(|disposal| matches!(disposal, Disposal::Release(_)))
+        assert_eq!(fate(&tree(), &[11], &[(11, 6)], None), Fate::Release);
+    }
+
+    #[test]
+    fn whoever_holds_the_file_inherits() {
+        let holder = Holder::Process { tgid: 77, fd: 3 };
+        let fate = fate(&tree_with_file(), &[], &[], Some(holder));
+        assert_eq!(fate, Fate::Inherit { tgid: 77, fd: 3 });
+    }
+
+    #[test]
+    fn a_file_that_is_on_its_way_keeps_the_charge() {
+        let fate = fate(&tree_with_file(), &[], &[], Some(Holder::Unseen));
+        assert_eq!(
+            fate,
+            Fate::Inherit {
+                tgid: PARKED,
+                fd: 5
+            }
         );
+    }
+
+    #[test]
+    fn another_file_at_its_address_is_not_the_file() {
+        // A child has the control node open under the same number, but that is not the file.
+        let fate = fate(&tree_with_file(), &[11], &[(11, 5)], Some(Holder::Nobody));
+        assert_eq!(fate, Fate::Release);
+    }
+
+    #[test]
+    fn what_was_made_in_the_client_of_a_living_process_stays_with_that() {
+        let mut objects = tree();
+        objects.get_mut(&key(CLIENT)).expect("a client").tgid = 9;
+        let fate = fate(&objects, &[], &[], None);
+        assert_eq!(fate, Fate::Inherit { tgid: 9, fd: 5 });
+    }
+
+    #[test]
+    fn a_living_process_keeps_its_client_until_the_file_is_closed_or_elsewhere() {
+        struct Living(bool);
+        impl ProcessView for Living {
+            fn started(&self, tgid: u32) -> Option<u64> {
+                (tgid == 10).then_some(1)
+            }
+            fn holds_control(&self, _tgid: u32, _fd: u32) -> bool {
+                self.0
+            }
+            fn holds_any_control(&self, _tgid: u32) -> bool {
+                self.0
+            }
+        }
+        let mut client = tree_with_file()[&key(CLIENT)];
+        let look =
+            |client: &Object, holds, file| loose(CLIENT, client, &Living(holds), &File(file));
+        let elsewhere = Holder::Process { tgid: 77, fd: 3 };
+        assert_eq!(look(&client, true, Some(elsewhere)), None);
+        assert_eq!(look(&client, false, Some(Holder::Unseen)), None);
+        // Closed, although the process has other control files open.
+        assert_eq!(look(&client, true, None), Some(Fate::Release));
+        let inherits = Some(Fate::Inherit { tgid: 77, fd: 3 });
+        assert_eq!(look(&client, false, Some(elsewhere)), inherits);
+        client.tgid = PARKED;
+        assert_eq!(look(&client, false, Some(Holder::Unseen)), None);
+        assert_eq!(look(&client, false, Some(elsewhere)), inherits);
+        assert_eq!(look(&client, false, None), Some(Fate::Release));
     }
 
     #[test]

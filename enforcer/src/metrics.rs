@@ -513,7 +513,7 @@ fn kernel_side(out: &mut Exposition, snapshot: &Snapshot) {
     );
     counter(
         "gpuquota_own_controls_total",
-        "Scheduling controls that tenants issued on their own channels.",
+        "Scheduling controls that tenants issued, and those on channels that processes in no tenant did.",
         snapshot.own_controls,
     );
 }

@@ -402,6 +402,11 @@ pub(crate) const ALARMS: &[(u32, &str, &str)] = &[
         "the caller's memory could not be written; the call failed with an error number, or went on and was answered by memory.on-breach",
     ),
     (
+        counter::CHANGED_FREES,
+        "frees that were changed while they were made",
+        "nothing was released by them; it is released with the client",
+    ),
+    (
         counter::UNKNOWN_GPU,
         "allocations on an unknown GPU",
         "their clients were there before the daemon",

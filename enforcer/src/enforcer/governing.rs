@@ -232,7 +232,8 @@ impl Enforcer {
             if let Some(wanted) = wanted
                 && wanted != object.tenant
             {
-                self.kernel.move_object(key, object.tgid, wanted)?;
+                self.kernel
+                    .move_object(key, object.tgid, wanted, object.fd)?;
                 moved += 1;
             }
         }

@@ -21,7 +21,7 @@ use super::{Enforcer, EnforcerError, monotonic_ns, system};
 use crate::{
     control::Notice,
     launch::attach,
-    lifecycle::{self, Reaper},
+    lifecycle::{self, Fate, Reaper},
 };
 
 /// Time between two signs of life to the kernel side, which waits for two seconds.
@@ -193,7 +193,9 @@ impl Enforcer {
 
     fn processes_gone(&self, gone: &BTreeSet<u32>) {
         self.launches.gone(gone);
-        if let Err(error) = lifecycle::release_processes(&self.kernel, gone, &*self.processes) {
+        if let Err(error) =
+            lifecycle::release_processes(&self.kernel, gone, &*self.processes, &self.open_files)
+        {
             error!(%error, ?gone, "charges of dead processes are left for the next sweep");
         }
         if !gone.is_empty() {
@@ -221,16 +223,24 @@ impl Enforcer {
             })
             .min_by_key(|(key, _)| *key);
         if let Some((_, dup)) = survivor {
-            self.kernel.move_object(orphan, dup.tgid, dup.tenant)?;
+            self.kernel
+                .move_object(orphan, dup.tgid, dup.tenant, dup.fd)?;
         }
         Ok(())
     }
 
     fn release_closed_clients(&self) {
-        for client in lifecycle::closed_clients(&self.kernel, &*self.processes) {
-            debug!(?client, "its file is closed");
-            if let Err(error) = lifecycle::release_subtree(&self.kernel, client) {
-                error!(%error, ?client, "charges of a closed client are left for the next sweep");
+        let loose = lifecycle::loose_clients(&self.kernel, &*self.processes, &self.open_files);
+        for (client, fate) in loose {
+            debug!(?client, ?fate, "its process has let go of its file");
+            let outcome = match fate {
+                Fate::Release => lifecycle::release_subtree(&self.kernel, client).map(drop),
+                Fate::Inherit { tgid, fd } => {
+                    lifecycle::hand_over(&self.kernel, client, (tgid, fd), &*self.processes)
+                }
+            };
+            if let Err(error) = outcome {
+                error!(%error, ?client, "charges of a client are left for the next sweep");
             }
             self.time.resync();
         }

@@ -4,7 +4,8 @@
 //! `gpuquotad --release-all`. [`LaunchMaps`] is the rest, for the daemon alone.
 
 use std::{
-    os::fd::OwnedFd,
+    collections::HashMap as StdHashMap,
+    os::fd::{OwnedFd, RawFd},
     path::Path,
     sync::{Mutex, MutexGuard, PoisonError},
 };
@@ -12,15 +13,17 @@ use std::{
 use aya::{
     Ebpf,
     maps::{Array, HashMap, Map, MapData, MapError, RingBuf},
-    programs::{ProbeKind, links::FdLink},
+    programs::{ProbeKind, UProbe, links::FdLink},
 };
 use gpuquota_common::{
     launch::{Bucket, Calls, Done, Gaps, Limit, MAX_SLOTS, Settings, Slot},
     map::{MAX_TENANTS, banked},
 };
 
+use tracing::debug;
+
 use super::{
-    KernelError, PinDir, map_error, take,
+    KernelError, OBJECT, PinDir, map_error, program, program_error, take,
     uprobe_multi::{MultiError, MultiProgram, Source},
 };
 
@@ -212,11 +215,50 @@ pub struct LaunchMaps {
     gaps: Array<MapData, Gaps>,
     pids: Mutex<HashMap<MapData, u32, u32>>,
     notices: Mutex<Option<RingBuf<MapData>>>,
-    /// Why launches cannot be delayed on this kernel, or cannot be spun for.
-    pub(super) unavailable: Option<String>,
-    pub(super) no_spin: Option<String>,
+}
+
+/// The launch programs as this kernel takes them.
+#[derive(Default)]
+pub struct LaunchPrograms {
+    unavailable: Option<String>,
+    no_spin: Option<String>,
     /// The same programs for many probes by one link, where the kernel has that.
     pub(super) multi: Option<Multi>,
+}
+
+impl LaunchPrograms {
+    /// Loads them. A kernel that refuses them does everything else.
+    pub(super) fn load(ebpf: &mut Ebpf, maps: &StdHashMap<String, RawFd>) -> Self {
+        let mut refused = |name| {
+            program::<UProbe>(ebpf, name)
+                .and_then(|program| program.load().map_err(program_error(name)))
+                .err()
+                .map(|error| error.to_string())
+        };
+        let mut programs = Self {
+            unavailable: refused(LaunchProgram::Launch.name()),
+            no_spin: refused(LaunchProgram::Spin.name()),
+            multi: None,
+        };
+        for program in [LaunchProgram::Graph, LaunchProgram::GraphReturn] {
+            programs.unavailable = programs.unavailable.or_else(|| refused(program.name()));
+        }
+        programs.multi = Source::new(OBJECT, maps)
+            .and_then(|source| Multi::load(&source))
+            .inspect_err(|why| debug!(%why, "launch probes are attached one by one"))
+            .ok();
+        programs
+    }
+
+    /// Why this kernel cannot delay launches, if it cannot.
+    pub fn unavailable(&self) -> Option<&str> {
+        self.unavailable.as_deref()
+    }
+
+    /// Why this kernel cannot spin for launches, if it cannot.
+    pub fn no_spin(&self) -> Option<&str> {
+        self.no_spin.as_deref()
+    }
 }
 
 /// The launch programs for links of many probes.
@@ -306,20 +348,7 @@ impl LaunchMaps {
             gaps: take(ebpf, "LAUNCH_GAPS")?,
             pids: Mutex::new(take(ebpf, "LAUNCH_PIDS")?),
             notices: Mutex::new(Some(take(ebpf, "LAUNCH_NOTICES")?)),
-            unavailable: None,
-            no_spin: None,
-            multi: None,
         })
-    }
-
-    /// Why this kernel cannot delay launches, if it cannot.
-    pub fn unavailable(&self) -> Option<&str> {
-        self.unavailable.as_deref()
-    }
-
-    /// Why this kernel cannot spin for launches, if it cannot.
-    pub fn no_spin(&self) -> Option<&str> {
-        self.no_spin.as_deref()
     }
 
     /// The ring of notices; it is handed out once.

@@ -15,7 +15,7 @@ mod uprobe_multi;
 use std::{
     os::fd::{OwnedFd, RawFd},
     path::{Path, PathBuf},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
 use aya::{
@@ -37,12 +37,10 @@ use gpuquota_common::{
     waiting::Queue,
 };
 
-use tracing::debug;
-
 use self::launch::LaunchProgram;
 
 pub use deny::DenyHook;
-pub use launch::LaunchMaps;
+pub use launch::{LaunchMaps, LaunchPrograms};
 pub use leftovers::Leftovers;
 pub use offsets::OffsetError;
 pub use pins::PinDir;
@@ -175,6 +173,10 @@ pub enum Admission {
 pub struct Kernel {
     ebpf: Mutex<Ebpf>,
     launch: LaunchMaps,
+    /// Loaded when a tenant first has a launch budget: the kernel looks at them for long.
+    launch_programs: OnceLock<LaunchPrograms>,
+    /// The maps' descriptors, by name.
+    descriptors: std::collections::HashMap<String, RawFd>,
     /// Links that are not pinned, because there is no BPF file system; dropped with the daemon.
     _links: Vec<FdLink>,
     /// The same for the programs that refuse.
@@ -238,7 +240,7 @@ impl Kernel {
         load(&mut ebpf)?;
         let descriptors = uprobe_multi::map_descriptors(&ebpf);
         let kernel_maps = Maps::take(&mut ebpf)?;
-        let launch = load_launch(&mut ebpf, &descriptors)?;
+        let launch = LaunchMaps::take(&mut ebpf)?;
         let links = attach_hooks(&mut ebpf, pins)?;
         let Maps {
             settings,
@@ -262,6 +264,8 @@ impl Kernel {
         let kernel = Self {
             ebpf: Mutex::new(ebpf),
             launch,
+            launch_programs: OnceLock::new(),
+            descriptors,
             _links: links,
             deny_links: Mutex::default(),
             device_link: Mutex::default(),
@@ -290,6 +294,12 @@ impl Kernel {
         &self.launch
     }
 
+    /// The launch programs, loaded at first use.
+    pub fn launch_programs(&self) -> &LaunchPrograms {
+        self.launch_programs
+            .get_or_init(|| LaunchPrograms::load(&mut lock(&self.ebpf), &self.descriptors))
+    }
+
     /// Puts launch probes into a process: at places of a file, each with its cookie.
     ///
     /// `thread` is the process itself, or another thread of it once the first has ended.
@@ -300,12 +310,13 @@ impl Kernel {
         file: &Path,
         points: &[(u64, u64)],
     ) -> Result<Vec<launch::Probe>, KernelError> {
+        let loaded = self.launch_programs();
         let program = match program {
-            LaunchProgram::Spin if self.launch.no_spin.is_some() => LaunchProgram::Launch,
+            LaunchProgram::Spin if loaded.no_spin().is_some() => LaunchProgram::Launch,
             other => other,
         };
         let name = program.name();
-        if let Some(multi) = self.launch.multi.as_ref().filter(|_| process == thread) {
+        if let Some(multi) = loaded.multi.as_ref().filter(|_| process == thread) {
             let returns = program == LaunchProgram::GraphReturn;
             return multi
                 .program(program)
@@ -641,16 +652,35 @@ impl Kernel {
         .map(drop)
     }
 
-    /// Moves an object and its charge to another process and tenant.
-    pub fn move_object(&self, key: ObjectKey, tgid: u32, tenant: u32) -> Result<(), KernelError> {
+    /// Moves an object and its charge to another process and tenant. `fd` is that of its client's file there.
+    pub fn move_object(
+        &self,
+        key: ObjectKey,
+        tgid: u32,
+        tenant: u32,
+        fd: u32,
+    ) -> Result<(), KernelError> {
         self.operation(&[
             op::MOVE_OBJECT,
             u64::from(key.client),
             u64::from(key.handle),
             u64::from(tgid),
             u64::from(tenant),
+            u64::from(fd),
         ])
         .map(drop)
+    }
+
+    /// Whether the open file at a kernel address, once a control file's, still is that and open.
+    pub fn is_open(&self, file: u64) -> Result<bool, KernelError> {
+        self.operation(&[op::IS_OPEN, file])
+            .map(|answer| answer == op::result::OK)
+    }
+
+    /// Whether a descriptor of this process is the open file at a kernel address.
+    pub fn is_file(&self, fd: RawFd, file: u64) -> Result<bool, KernelError> {
+        self.operation(&[op::IS_FILE, u64::from(fd.cast_unsigned()), file])
+            .map(|answer| answer == op::result::OK)
     }
 
     /// Notes a process that was there before the observer.
@@ -813,30 +843,6 @@ fn load(ebpf: &mut Ebpf) -> Result<(), KernelError> {
             .map_err(program_error(name))?;
     }
     Ok(())
-}
-
-/// Loads the launch programs. A kernel that refuses them does everything else.
-fn load_launch(
-    ebpf: &mut Ebpf,
-    descriptors: &std::collections::HashMap<String, RawFd>,
-) -> Result<LaunchMaps, KernelError> {
-    let mut maps = LaunchMaps::take(ebpf)?;
-    let mut refused = |name| -> Result<Option<String>, KernelError> {
-        Ok(program::<UProbe>(ebpf, name)?
-            .load()
-            .err()
-            .map(|error| format!("program {name}: {error}")))
-    };
-    maps.unavailable = refused("launch")?;
-    maps.no_spin = refused("launch_spin")?;
-    for name in ["launch_graph", "launch_graph_return"] {
-        maps.unavailable = maps.unavailable.take().or(refused(name)?);
-    }
-    maps.multi = uprobe_multi::Source::new(OBJECT, descriptors)
-        .and_then(|source| launch::Multi::load(&source))
-        .inspect_err(|why| debug!(%why, "launch probes are attached one by one"))
-        .ok();
-    Ok(maps)
 }
 
 fn program<'a, P>(ebpf: &'a mut Ebpf, name: &'static str) -> Result<&'a mut P, KernelError>

@@ -54,14 +54,24 @@ pub(super) fn lookup(path: &Path) -> Result<Vec<(&'static str, u32)>, OffsetErro
     let btf = Btf::from_file_with_backend(path, Backend::Mmap)
         .or_else(|_| Btf::from_file(path))
         .map_err(|error| no_btf(error.to_string()))?;
-    FIELDS
+    let mut found = FIELDS
         .iter()
         .map(|&(global, structure, field)| {
             offset_of(&btf, structure, field)
                 .map(|offset| (global, offset))
                 .ok_or(OffsetError::NoField { structure, field })
         })
-        .collect()
+        .collect::<Result<Vec<_>, _>>()?;
+    // The holders of an open file: Linux 6.13 renamed the field, and begins to count at 0 there.
+    let (offset, least) = offset_of(&btf, "file", "f_ref")
+        .map(|offset| (offset, 0))
+        .or_else(|| offset_of(&btf, "file", "f_count").map(|offset| (offset, 1)))
+        .ok_or(OffsetError::NoField {
+            structure: "file",
+            field: "f_ref",
+        })?;
+    found.extend([("OFF_FILE_COUNT", offset), ("FILE_COUNT_LEAST", least)]);
+    Ok(found)
 }
 
 fn offset_of(btf: &Btf, structure: &str, field: &str) -> Option<u32> {
@@ -102,7 +112,7 @@ mod tests {
     fn the_running_kernel_has_every_field() {
         let path = Path::new("/sys/kernel/btf/vmlinux");
         let offsets = lookup(path).expect("BTF of the running kernel");
-        assert_eq!(offsets.len(), FIELDS.len());
+        assert_eq!(offsets.len(), FIELDS.len() + 2);
         assert!(offsets.iter().all(|(_, offset)| *offset < 1 << 16));
     }
 

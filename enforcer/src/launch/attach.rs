@@ -240,7 +240,11 @@ impl Attacher {
     }
 
     fn available(&self) -> bool {
-        self.launches.kernel.launch().unavailable().is_none()
+        self.launches
+            .kernel
+            .launch_programs()
+            .unavailable()
+            .is_none()
     }
 
     /// Gives a process probes, takes them away or looks for more, whatever its tenant's budget asks for.

@@ -225,19 +225,19 @@ impl Launches {
 
     /// Lines for `doctor`.
     pub fn findings(&self) -> Vec<Finding> {
-        let maps = self.kernel.launch();
+        let programs = self.kernel.launch_programs();
         let mut findings = Vec::new();
         let mut say = |verdict, detail: String| {
             findings.push(doctor::finding("launch budgets", verdict, detail));
         };
-        if let Some(why) = maps.unavailable() {
+        if let Some(why) = programs.unavailable() {
             say(
                 Verdict::Warning,
                 format!("launch.max is not enforced on this kernel: {why}"),
             );
             return findings;
         }
-        match maps.no_spin() {
+        match programs.no_spin() {
             Some(why) => say(
                 Verdict::Info,
                 format!("launch.pace = \"spin\" does as \"signal\" does: {why}"),

@@ -1,5 +1,5 @@
-//! The conformance suite of the native tests, on other kernels: every way to allocate against every backend. What it
-//! finds is the table in `docs/coverage.md`.
+//! The conformance suite of the native tests, on other kernels: every way to allocate against every backend, and how much
+//! of a limit can be used. What it finds is the table in `docs/coverage.md`.
 
 #![allow(
     clippy::unwrap_used,
@@ -24,7 +24,8 @@ fn script(tried: &str) -> String {
     )
 }
 
-/// Runs the suite with the backends that are `tried`, and checks which backend the daemon takes by itself, and which it has to say that it lacks.
+/// Runs the suite with the backends that are `tried`, and checks which backend the daemon takes by itself, and which it has
+/// to say that it lacks. `also` are programs of the native tests that have to pass there as well.
 fn check(
     name: &str,
     kernel: Kernel,
@@ -32,6 +33,7 @@ fn check(
     tried: &str,
     by_itself: &str,
     missing: &[&str],
+    also: &[&str],
 ) {
     let mut vm = Vm::new(format!("conformance-{name}"), kernel)
         .cmdline(&format!("lockdown={lockdown}"))
@@ -46,6 +48,12 @@ fn check(
         "libnvidia_ml.so",
     ] {
         vm = vm.binary_at(built(binary).unwrap(), format!("/opt/gq/{binary}"));
+    }
+    for program in also {
+        vm = vm.binary_at(
+            built_test(program).unwrap(),
+            format!("/opt/gq/also-{program}"),
+        );
     }
     let outcome = vm
         .run(&script(tried), LIMIT)
@@ -75,7 +83,6 @@ fn check(
 }
 
 #[test]
-#[ignore = "takes minutes under emulation, and does not pass on every run yet; ALL=1 make test SUITE=vm runs it"]
 fn stock_kernel() {
     check(
         "stock",
@@ -84,6 +91,7 @@ fn stock_kernel() {
         ALL,
         "rewrite",
         &["override"],
+        &["ungoverned"],
     );
 }
 
@@ -97,13 +105,21 @@ fn stock_kernel_locked_down() {
         "override,rewrite,lsm",
         "notify+lsm",
         &["override", "rewrite"],
+        &[],
     );
 }
 
 #[test]
-#[ignore = "takes minutes under emulation, and does not pass on every run yet; ALL=1 make test SUITE=vm runs it"]
 fn override_kernel() {
-    check("override", Kernel::Override, "none", ALL, "override", &[]);
+    check(
+        "override",
+        Kernel::Override,
+        "none",
+        ALL,
+        "override",
+        &[],
+        &[],
+    );
 }
 
 #[test]
@@ -116,5 +132,6 @@ fn override_kernel_locked_down() {
         "override,rewrite,lsm",
         "notify+lsm",
         &["override", "rewrite"],
+        &[],
     );
 }

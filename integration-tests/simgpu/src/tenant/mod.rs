@@ -2,6 +2,7 @@
 //! application would that wants more than its share.
 
 pub mod cuda;
+pub mod passing;
 pub mod raw;
 pub mod run;
 pub mod step;

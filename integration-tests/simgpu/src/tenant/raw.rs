@@ -8,8 +8,8 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 
 use gpuquota_common::nvidia::{
-    IoctlCmd, class, ctrl, memparams, nr, nvos00, nvos02, nvos32, nvos54, nvos55, nvos64, status,
-    xfer,
+    IoctlCmd, class, ctrl, disable_channels, memparams, nr, nvos00, nvos02, nvos32, nvos54, nvos55,
+    nvos64, status, xfer,
 };
 
 use super::TenantError;
@@ -212,6 +212,7 @@ impl Raw {
             Via::Finn => self.alloc_finn(handle, size)?,
             Via::Compat => self.alloc_compat(handle, size)?,
             Via::Race => self.alloc_race(handle, size)?,
+            Via::Reuse => self.alloc_reuse(handle, size)?,
             Via::Subdevice => {
                 self.alloc_object(SUBDEVICE, handle, class, &mut self.memory_params(size))?;
             }
@@ -267,6 +268,52 @@ impl Raw {
         check("RM_FREE", u32_at(&arg, nvos00::STATUS))
     }
 
+    /// Disables or enables channels of a client, which need not be this one.
+    pub fn set_disabled(
+        &self,
+        client: u32,
+        channels: &[u32],
+        disabled: bool,
+    ) -> Result<(), TenantError> {
+        let mut params = [0; disable_channels::SIZE];
+        params[disable_channels::DISABLE] = u8::from(disabled);
+        let channels = &channels[..channels.len().min(disable_channels::MAX)];
+        let count = u32::try_from(channels.len()).unwrap_or_default();
+        put_u32(&mut params, disable_channels::COUNT, count);
+        for (index, channel) in channels.iter().enumerate() {
+            put_u32(&mut params, disable_channels::CLIENTS + 4 * index, client);
+            put_u32(
+                &mut params,
+                disable_channels::CHANNELS + 4 * index,
+                *channel,
+            );
+        }
+        self.control(
+            "DISABLE_CHANNELS",
+            SUBDEVICE,
+            ctrl::FIFO_DISABLE_CHANNELS,
+            &mut params,
+        )
+    }
+
+    fn control(
+        &self,
+        name: &'static str,
+        object: u32,
+        cmd: u32,
+        params: &mut [u8],
+    ) -> Result<(), TenantError> {
+        let mut arg = [0; nvos54::SIZE as usize];
+        put_u32(&mut arg, nvos54::CLIENT, self.client);
+        put_u32(&mut arg, nvos54::OBJECT, object);
+        put_u32(&mut arg, nvos54::CMD, cmd);
+        put_u64(&mut arg, nvos54::PARAMS, params.as_mut_ptr() as u64);
+        let size = u32::try_from(params.len()).unwrap_or_default();
+        put_u32(&mut arg, nvos54::PARAMS_SIZE, size);
+        ioctl(&self.ctl, "RM_CONTROL", nr::RM_CONTROL, &mut arg)?;
+        check(name, u32_at(&arg, nvos54::STATUS))
+    }
+
     /// Makes a channel group if there is none yet, and sets its time slice.
     pub fn set_slice(&self, us: u64) -> Result<(), TenantError> {
         let mut params = [0; 20];
@@ -280,13 +327,6 @@ impl Raw {
             Err(error) => return Err(error),
         }
         let mut slice = us.to_ne_bytes();
-        let mut arg = [0; nvos54::SIZE as usize];
-        put_u32(&mut arg, nvos54::CLIENT, self.client);
-        put_u32(&mut arg, nvos54::OBJECT, GROUP);
-        put_u32(&mut arg, nvos54::CMD, ctrl::TSG_SET_TIMESLICE);
-        put_u64(&mut arg, nvos54::PARAMS, slice.as_mut_ptr() as u64);
-        put_u32(&mut arg, nvos54::PARAMS_SIZE, 8);
-        ioctl(&self.ctl, "RM_CONTROL", nr::RM_CONTROL, &mut arg)?;
-        check("SET_TIMESLICE", u32_at(&arg, nvos54::STATUS))
+        self.control("SET_TIMESLICE", GROUP, ctrl::TSG_SET_TIMESLICE, &mut slice)
     }
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::TenantError;
 use super::cuda::Cuda;
+use super::passing::{self, Passing};
 use super::raw::Raw;
 use super::step::{LaunchVia, Rate, Step, Via};
 
@@ -39,6 +40,7 @@ pub struct Tenant {
     cuda: Option<Cuda>,
     raw: Option<Raw>,
     held: Vec<Held>,
+    passing: Passing,
 }
 
 impl Tenant {
@@ -49,6 +51,7 @@ impl Tenant {
             cuda: None,
             raw: None,
             held: Vec::new(),
+            passing: Passing::default(),
         }
     }
 
@@ -90,6 +93,7 @@ impl Tenant {
                 let (free, total) = self.cuda()?.memory_info()?;
                 Ok(format!("free {free} total {total}"))
             }
+            Step::Measure { size, rounds } => self.measure(*size, *rounds),
             Step::Launch {
                 rate,
                 duration,
@@ -111,6 +115,28 @@ impl Tenant {
                 Ok("held".into())
             }
             Step::Fork { hold } => fork(*hold),
+            Step::ChildAlloc { size } => self.child_alloc(*size),
+            Step::FreeUnknown => {
+                self.raw()?.free(UNKNOWN)?;
+                Ok("freed nothing".into())
+            }
+            Step::RaceFree { size } => {
+                let (lost, tries) = self.raw()?.race_free(*size)?;
+                Ok(format!("the other one was freed {lost} times of {tries}"))
+            }
+            Step::Channels {
+                client,
+                channels,
+                enable,
+            } => {
+                self.raw()?.set_disabled(*client, channels, !enable)?;
+                Ok(format!("changed {}", channels.len()))
+            }
+            Step::Listen { at } => self.passing.listen(at),
+            Step::Receive => self.passing.receive(),
+            Step::CloseReceived => Ok(self.passing.close_received()),
+            Step::Pass { to } => passing::pass(to),
+            Step::LetGo => passing::let_go(),
             Step::Spawn { script } => self.spawn(script),
             Step::Random {
                 seed,
@@ -186,6 +212,12 @@ impl Tenant {
             match self.alloc(via, part) {
                 Ok(()) => got += part,
                 Err(TenantError::OutOfMemory { .. }) => break,
+                // As a security hook says it.
+                Err(TenantError::Ioctl { source, .. })
+                    if source.raw_os_error() == Some(libc::ENOMEM) =>
+                {
+                    break;
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -332,6 +364,49 @@ impl Tenant {
         ))
     }
 
+    fn measure(&mut self, size: u64, rounds: usize) -> Result<String, TenantError> {
+        let raw = self.raw()?;
+        let (mut allocs, mut frees) = (Vec::new(), Vec::new());
+        for _ in 0..rounds.max(1) {
+            let start = Instant::now();
+            let handle = raw.alloc(Via::Nvos64, size)?;
+            let allocated = Instant::now();
+            raw.free(handle)?;
+            allocs.push(allocated - start);
+            frees.push(allocated.elapsed());
+        }
+        // The lower decile: what else the machine does only ever adds to it.
+        let typical = |times: &mut Vec<Duration>| {
+            times.sort_unstable();
+            times[times.len() / 10].as_nanos()
+        };
+        Ok(format!(
+            "measured alloc {} ns free {} ns",
+            typical(&mut allocs),
+            typical(&mut frees)
+        ))
+    }
+
+    fn child_alloc(&mut self, size: u64) -> Result<String, TenantError> {
+        let raw = self.raw()?;
+        // SAFETY: without libcuda this process has no other thread; the child makes a system call and ends.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let code = i32::from(raw.alloc(Via::Nvos64, size).is_err());
+            // SAFETY: ends the child without running anything of the parent's.
+            unsafe { libc::_exit(code) };
+        }
+        let mut status = 0;
+        // SAFETY: our own child, or -1, for which the call fails.
+        if child < 0 || unsafe { libc::waitpid(child, &raw mut status, 0) } < 0 {
+            return Err(TenantError::System {
+                what: "no child could be run",
+                source: std::io::Error::last_os_error(),
+            });
+        }
+        Ok(format!("child {child} ended with {status}"))
+    }
+
     fn spawn(&self, script: &str) -> Result<String, TenantError> {
         let error = |source| TenantError::System {
             what: "cannot start another process",
@@ -435,6 +510,9 @@ again:
 "
     )
 }
+
+/// A handle under which nothing is ever made.
+const UNKNOWN: u32 = 0x5cff_fff0;
 
 /// A kernel that writes a byte into every 4 KiB of a range.
 const TOUCH: &str = ".version 7.0

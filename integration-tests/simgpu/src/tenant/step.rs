@@ -1,5 +1,6 @@
 //! The steps that a workload consists of, and how they are written.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
@@ -53,6 +54,8 @@ pub enum Via {
     Compat,
     /// Without libcuda: with a second thread that raises the size as soon as the call is made.
     Race,
+    /// Without libcuda: under a handle that is in use, which the driver refuses, then freed and made again under it.
+    Reuse,
 }
 
 impl Via {
@@ -133,6 +136,15 @@ pub enum Step {
     Context,
     /// Print what the driver says is free.
     Info,
+    /// Allocate and free again and again, without libcuda; print how long each takes.
+    Measure {
+        /// Size of the allocation.
+        #[arg(long, default_value = "2MiB", value_parser = parse_size)]
+        size: u64,
+        /// How often.
+        #[arg(long, default_value_t = 200)]
+        rounds: usize,
+    },
     /// Launch kernels at a rate.
     Launch {
         /// Launches a second, as `2000/s`, or `max`.
@@ -180,6 +192,49 @@ pub enum Step {
         #[arg(long, default_value = "1h", value_parser = parse_duration)]
         hold: Duration,
     },
+    /// Start a child that allocates in this process's client, without libcuda, and ends.
+    ChildAlloc {
+        /// How much.
+        #[arg(value_parser = parse_size)]
+        size: u64,
+    },
+    /// Free a handle that names nothing, without libcuda.
+    FreeUnknown,
+    /// Free one of two allocations by a call that a second thread turns to the other one, again and again, without
+    /// libcuda; both have this size.
+    RaceFree {
+        /// How much each.
+        #[arg(value_parser = parse_size)]
+        size: u64,
+    },
+    /// Disable or enable channels, of whatever client, without libcuda.
+    Channels {
+        /// Handle of the client.
+        #[arg(value_parser = parse_handle)]
+        client: u32,
+        /// Handles of the channels.
+        #[arg(value_parser = parse_handle, required = true)]
+        channels: Vec<u32>,
+        /// Enable them.
+        #[arg(long)]
+        enable: bool,
+    },
+    /// Make a socket to which another process can send files.
+    Listen {
+        /// Where.
+        at: PathBuf,
+    },
+    /// Take out what was sent there.
+    Receive,
+    /// Close what was received.
+    CloseReceived,
+    /// Send the driver's control files that this process has open to a socket.
+    Pass {
+        /// Where it is.
+        to: PathBuf,
+    },
+    /// Close the driver's control files that this process has open.
+    LetGo,
     /// Run another workload in a new process, and wait for it.
     Spawn {
         /// Its steps, separated by semicolons.
@@ -261,6 +316,15 @@ impl Step {
     }
 }
 
+/// A handle as the state shows it, or as programs print it.
+fn parse_handle(text: &str) -> Result<u32, String> {
+    let parsed = match text.strip_prefix("0x") {
+        Some(digits) => u32::from_str_radix(digits, 16),
+        None => text.parse(),
+    };
+    parsed.map_err(|_| format!("{text:?} is no handle: as 0x5c000001, or 1543503873"))
+}
+
 fn words(line: &str) -> Vec<String> {
     let mut words = Vec::new();
     let mut word: Option<String> = None;
@@ -328,6 +392,10 @@ mod tests {
             }
         ));
         assert!(matches!(&steps[2], Step::Spawn { script } if script == "alloc 2GiB; die"));
+        assert!(matches!(
+            Step::parse("channels 0xc1d00001 7 8").unwrap(),
+            Step::Channels { client: 0xc1d0_0001, channels, enable: false } if channels == [7, 8]
+        ));
         assert!(Step::parse_script("alloc").is_err());
         assert!(Step::parse("hold 5").is_err());
     }

@@ -3,9 +3,11 @@
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use gpuquota_common::nvidia::{IoctlCmd, NVOS64_FLAGS_FINN, class, memparams, nr, nvos64, status};
+use gpuquota_common::nvidia::{
+    IoctlCmd, NVOS64_FLAGS_FINN, class, memparams, nr, nvos00, nvos64, status,
+};
 
 use super::{DEVICE, Raw, check, ioctl};
 use crate::bytes::{put_u32, put_u64, u32_at};
@@ -19,6 +21,8 @@ const PARAMS: usize = 512;
 const HARMLESS: u64 = 2 << 20;
 /// How often the race is run.
 const TRIES: u32 = 400;
+/// How often the race of a free is run.
+const FREES: u32 = 300;
 
 /// Memory that is mapped for one call.
 struct Mapping(*mut u8);
@@ -70,6 +74,10 @@ fn system(call: &'static str) -> TenantError {
     }
 }
 
+const RM_FREE: IoctlCmd = IoctlCmd {
+    nr: nr::RM_FREE,
+    size: nvos00::SIZE,
+};
 const RM_ALLOC: IoctlCmd = IoctlCmd {
     nr: nr::RM_ALLOC,
     size: nvos64::SIZE,
@@ -200,6 +208,88 @@ impl Raw {
                 }
             });
             let outcome = self.race(&mut mapping, &page, handle, size);
+            over.store(true, Ordering::Relaxed);
+            outcome
+        })
+    }
+
+    /// Under a handle that is in use, which the driver refuses; then freed and made again under it.
+    pub(super) fn alloc_reuse(&self, handle: u32, size: u64) -> Result<(), TenantError> {
+        let class = class::NV01_MEMORY_LOCAL_USER;
+        let make = || self.alloc_object(DEVICE, handle, class, &mut self.memory_params(size));
+        make()?;
+        match make() {
+            Err(TenantError::Status {
+                status: status::INSERT_DUPLICATE_NAME,
+                ..
+            }) => {}
+            Ok(_) => {
+                return Err(TenantError::Usage("a handle was given out twice".into()));
+            }
+            Err(error) => return Err(error),
+        }
+        self.free(handle)?;
+        make().map(drop)
+    }
+
+    /// Frees one of two allocations by a call that a second thread turns to the other one. Tells how often that one
+    /// was freed, of how many tries; all that is left is freed in the end.
+    pub fn race_free(&mut self, size: u64) -> Result<(u32, u32), TenantError> {
+        let (one, other) = (self.next + 1, self.next + 2);
+        self.next += 2;
+        let class = class::NV01_MEMORY_LOCAL_USER;
+        let make = |handle| self.alloc_object(DEVICE, handle, class, &mut self.memory_params(size));
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let mapping = Mapping::new(flags, -1, "mmap")?;
+        // SAFETY: an aligned word of the mapping, which outlives the thread: it is joined below.
+        let named = unsafe { AtomicU32::from_ptr(mapping.0.add(nvos00::OBJECT).cast()) };
+        named.store(one, Ordering::Relaxed);
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(Ordering::Relaxed) {
+                    named.store(other, Ordering::Relaxed);
+                    std::hint::spin_loop();
+                    named.store(one, Ordering::Relaxed);
+                    std::hint::spin_loop();
+                }
+            });
+            let outcome = (|| {
+                let mut lost = 0;
+                for _ in 0..FREES {
+                    make(one)?;
+                    make(other)?;
+                    for (at, word) in [(nvos00::ROOT, self.client), (nvos00::PARENT, DEVICE)] {
+                        // SAFETY: four bytes of the mapping that the other thread does not write.
+                        unsafe {
+                            mapping
+                                .0
+                                .add(at)
+                                .cast::<[u8; 4]>()
+                                .write(word.to_ne_bytes());
+                        }
+                    }
+                    // SAFETY: the mapping holds an argument of the command's size, and lives through the call.
+                    let result = unsafe {
+                        libc::ioctl(
+                            self.ctl.as_raw_fd(),
+                            libc::c_ulong::from(RM_FREE.to_raw()),
+                            mapping.0,
+                        )
+                    };
+                    if result < 0 {
+                        return Err(system("RM_FREE"));
+                    }
+                    // Which one is left shows by whether its handle can be had again.
+                    if make(one).is_err() {
+                        lost += 1;
+                        make(other)?;
+                    }
+                    self.free(one)?;
+                    self.free(other)?;
+                }
+                Ok((lost, FREES))
+            })();
             over.store(true, Ordering::Relaxed);
             outcome
         })
