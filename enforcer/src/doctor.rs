@@ -9,7 +9,7 @@ use crate::{
     control::{Backend, BackendState, Finding, Verdict},
     driver::Gpu,
     enforcer::ALARMS,
-    kernel::{HOOKS, Hook},
+    kernel::{COMPAT_IOCTL, HOOKS, Hook},
 };
 
 /// A finding.
@@ -183,6 +183,46 @@ pub fn backend(backend: &Backend) -> Finding {
     )
 }
 
+/// System calls of 32-bit programs, which a 64-bit program can make as well. `refused` says whether something in the kernel
+/// refuses to tenants what takes memory that way.
+pub fn compat(refused: bool) -> Finding {
+    let subject = "32-bit system calls";
+    if refused {
+        return finding(
+            subject,
+            Verdict::Ok,
+            "what takes video memory that way is refused to tenants".to_owned(),
+        );
+    }
+    let symbols = fs::read_to_string("/proc/kallsyms").unwrap_or_default();
+    let command_line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
+    if !serves_compat(&symbols, &command_line) {
+        return finding(subject, Verdict::Ok, "not served by this kernel".to_owned());
+    }
+    finding(
+        subject,
+        Verdict::Warning,
+        "served by this kernel and not seen: no tracepoint reports them, and there is neither a security hook nor a kprobe. \
+         They are refused to what is started by `gpuquotactl run` or under the seccomp profile; any other program of a \
+         tenant gets past memory budgets with them. Boot with ia32_emulation=off (Linux 6.7), or with bpf in lsm="
+            .to_owned(),
+    )
+}
+
+fn serves_compat(symbols: &str, command_line: &str) -> bool {
+    let has_entry = symbols.lines().any(|line| {
+        line.split_whitespace()
+            .nth(2)
+            .is_some_and(|name| name == COMPAT_IOCTL)
+    });
+    let is_off = command_line
+        .split_whitespace()
+        .filter_map(|word| word.strip_prefix("ia32_emulation="))
+        .next_back()
+        .is_some_and(|value| matches!(value, "off" | "0" | "n" | "N" | "no" | "false"));
+    has_entry && !is_off
+}
+
 /// A GPU and whether its number in the driver's calls is known.
 pub fn gpu(gpu: &Gpu) -> Finding {
     let card = &gpu.card;
@@ -240,6 +280,19 @@ mod tests {
                 "{program}"
             );
         }
+    }
+
+    #[test]
+    fn a_kernel_serves_32_bit_calls_if_it_has_the_entry_and_is_not_told_otherwise() {
+        let symbols =
+            format!("0000000000000000 T __x64_sys_ioctl\n0000000000000000 T {COMPAT_IOCTL}\n");
+        assert!(serves_compat(&symbols, "quiet"));
+        assert!(serves_compat(
+            &symbols,
+            "ia32_emulation=off ia32_emulation=on"
+        ));
+        assert!(!serves_compat(&symbols, "quiet ia32_emulation=off"));
+        assert!(!serves_compat("0000000000000000 T __x64_sys_ioctl\n", ""));
     }
 
     #[test]

@@ -278,6 +278,9 @@ impl Enforcer {
     fn own_findings(&self) -> Vec<Finding> {
         let mut findings = vec![doctor::driver_version(&self.driver_version, self.enforcing)];
         findings.extend(self.backends().iter().map(doctor::backend));
+        if self.enforcing {
+            findings.push(doctor::compat(self.refuses_compat()));
+        }
         findings.extend(self.topology.gpus.iter().map(doctor::gpu));
         findings.extend(self.time_findings());
         findings.push(match &self.unpinned {
@@ -340,6 +343,16 @@ impl Enforcer {
             }
         }
         findings
+    }
+
+    /// Whether something in the kernel refuses to tenants the allocations of 32-bit callers.
+    fn refuses_compat(&self) -> bool {
+        match self.choice.everywhere {
+            MemoryBackend::Override | MemoryBackend::Lsm => true,
+            // The security hook beside it does, where there is one.
+            MemoryBackend::Rewrite => self.lacking.reason(MemoryBackend::Lsm).is_none(),
+            _ => false,
+        }
     }
 
     /// GPU clients that no tenant pays for.

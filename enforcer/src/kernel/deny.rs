@@ -41,11 +41,11 @@ struct Part {
 #[cfg(target_arch = "x86_64")]
 const NATIVE_IOCTL: &str = "__x64_sys_ioctl";
 #[cfg(target_arch = "x86_64")]
-const COMPAT_IOCTL: &str = "__ia32_compat_sys_ioctl";
+pub(crate) const COMPAT_IOCTL: &str = "__ia32_compat_sys_ioctl";
 #[cfg(target_arch = "aarch64")]
 const NATIVE_IOCTL: &str = "__arm64_sys_ioctl";
 #[cfg(target_arch = "aarch64")]
-const COMPAT_IOCTL: &str = "__arm64_compat_sys_ioctl";
+pub(crate) const COMPAT_IOCTL: &str = "__arm64_compat_sys_ioctl";
 
 const fn part(hook: DenyHook, program: &'static str, attach: Attach, optional: bool) -> Part {
     Part {

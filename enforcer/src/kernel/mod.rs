@@ -39,6 +39,7 @@ use gpuquota_common::{
 
 use self::launch::LaunchProgram;
 
+pub(crate) use deny::COMPAT_IOCTL;
 pub use deny::DenyHook;
 pub use launch::{LaunchMaps, LaunchPrograms};
 pub use leftovers::Leftovers;

@@ -24,6 +24,22 @@ fn script(tried: &str) -> String {
     )
 }
 
+/// A machine with everything that the native tests start.
+fn machine(name: &str, kernel: Kernel) -> Vm {
+    let mut vm = Vm::new(name, kernel).memory(1024);
+    for binary in [
+        "gpuquotad",
+        "gpuquotactl",
+        "simgpu",
+        "simtenant",
+        "libcuda.so",
+        "libnvidia_ml.so",
+    ] {
+        vm = vm.binary_at(built(binary).unwrap(), format!("/opt/gq/{binary}"));
+    }
+    vm
+}
+
 /// Runs the suite with the backends that are `tried`, and checks which backend the daemon takes by itself, and which it has
 /// to say that it lacks. `also` are programs of the native tests that have to pass there as well.
 fn check(
@@ -35,20 +51,9 @@ fn check(
     missing: &[&str],
     also: &[&str],
 ) {
-    let mut vm = Vm::new(format!("conformance-{name}"), kernel)
+    let mut vm = machine(&format!("conformance-{name}"), kernel)
         .cmdline(&format!("lockdown={lockdown}"))
-        .memory(1024)
         .binary_at(built_test("conformance").unwrap(), "/opt/gq/conformance");
-    for binary in [
-        "gpuquotad",
-        "gpuquotactl",
-        "simgpu",
-        "simtenant",
-        "libcuda.so",
-        "libnvidia_ml.so",
-    ] {
-        vm = vm.binary_at(built(binary).unwrap(), format!("/opt/gq/{binary}"));
-    }
     for program in also {
         vm = vm.binary_at(
             built_test(program).unwrap(),
@@ -134,4 +139,44 @@ fn override_kernel_locked_down() {
         &["override", "rewrite"],
         &[],
     );
+}
+
+#[test]
+#[ignore = "boots whatever kernel is newest today; ALL=1 make test SUITE=vm runs it"]
+fn newest_kernel() {
+    check(
+        "newest",
+        Kernel::Newest,
+        "none",
+        ALL,
+        "rewrite",
+        &["override"],
+        &[],
+    );
+}
+
+/// Ways around a budget, by the tests that this host runs natively, with the backend that the kernel's daemon takes.
+fn bypasses(name: &str, kernel: Kernel) {
+    let vm = machine(&format!("bypasses-{name}"), kernel)
+        .binary_at(built_test("bypasses").unwrap(), "/opt/gq/bypasses");
+    // A guest has no compiler for the one that is linked with nothing.
+    let script = "exec /opt/gq/bypasses --nocapture --test-threads 1 --skip a_static_program";
+    let outcome = vm
+        .run(script, LIMIT)
+        .unwrap_or_else(|error| panic!("{error}"));
+    println!("{}", outcome.output);
+    assert_eq!(outcome.status, 0, "{}", outcome.output);
+    assert!(outcome.output.contains("test result: ok. 9 passed"));
+}
+
+#[test]
+#[ignore = "takes minutes under emulation; ALL=1 make test SUITE=vm runs it"]
+fn bypasses_on_the_stock_kernel() {
+    bypasses("stock", Kernel::Stock);
+}
+
+#[test]
+#[ignore = "takes minutes under emulation; ALL=1 make test SUITE=vm runs it"]
+fn bypasses_on_the_override_kernel() {
+    bypasses("override", Kernel::Override);
 }
