@@ -93,6 +93,9 @@ def run(name, parts):
             parts[word]()
         except (Exception, SystemExit) as error:  # noqa: BLE001: the other parts shall be measured all the same
             claim(f"{name} {word} could be measured", False, f"{type(error).__name__}: {error}")
+        except KeyboardInterrupt:
+            claim(f"{name} {word} could be measured", False, "interrupted")
+            break
     sys.exit(finish())
 
 
