@@ -466,6 +466,23 @@ fn launches(out: &mut Exposition, tenants: &[TenantSample]) {
         "Launch storms: processes that wanted far more launches than they may have, for long.",
         |launch| bytes(launch.storms),
     );
+    let pressure = out.family(
+        "gpuquota_tenant_launch_pressure_seconds_total",
+        Kind::Counter,
+        "Time in which some of the tenant's processes, or all that launch, were made to wait with their launches.",
+    );
+    for tenant in tenants {
+        if let Some(launch) = &tenant.launch {
+            let kinds = [
+                ("some", &launch.pressure.some),
+                ("full", &launch.pressure.full),
+            ];
+            for (reason, averages) in kinds {
+                let labels = [("tenant", tenant.name.as_str()), ("reason", reason)];
+                pressure.labelled(&labels, averages.total.as_secs_f64());
+            }
+        }
+    }
 }
 
 fn kernel_side(out: &mut Exposition, snapshot: &Snapshot) {
@@ -536,6 +553,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::control::Pressure;
 
     fn snapshot() -> Snapshot {
         Snapshot {
@@ -592,6 +610,7 @@ mod tests {
                     unheld: 2,
                     storms: 0,
                     evaded: 0,
+                    pressure: Pressure::default(),
                     gaps: Vec::new(),
                     processes: Vec::new(),
                 }),

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::time::Pressure;
+
 /// So many launches in a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LaunchRate {
@@ -12,7 +14,7 @@ pub struct LaunchRate {
 }
 
 /// Launch budget and launches of a tenant, nested tenants included. Counts begin with the tenant.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TenantLaunch {
     /// Highest rate; absent: only tenants around this one have a budget.
     pub max: Option<LaunchRate>,
@@ -34,6 +36,8 @@ pub struct TenantLaunch {
     pub evaded: u64,
     /// Launch storms since the daemon runs. Without nested tenants.
     pub storms: u64,
+    /// Time in which processes had launches and were made to wait with them.
+    pub pressure: Pressure,
     /// Time between the launches of a process: element n counts times under 2^n ns. Without nested tenants.
     pub gaps: Vec<u64>,
     /// The processes with the most launches. Without nested tenants.

@@ -3,7 +3,11 @@
 use serde::{Deserialize, Serialize};
 use zbus::zvariant::{Type, as_value};
 
-use super::launch::{LaunchRate, ProcessLaunches, TenantLaunch};
+use super::{
+    launch::{LaunchRate, ProcessLaunches, TenantLaunch},
+    time::Pressure,
+    wire_time::{AveragesTuple, averages, averages_back},
+};
 
 /// [`TenantLaunch`] as `a{sv}`.
 #[derive(Clone, Debug, Serialize, Deserialize, Type)]
@@ -35,6 +39,10 @@ pub struct LaunchDict {
     #[serde(with = "as_value")]
     storms: u64,
     #[serde(with = "as_value")]
+    pressure_some: AveragesTuple,
+    #[serde(with = "as_value")]
+    pressure_full: AveragesTuple,
+    #[serde(with = "as_value")]
     gaps: Vec<u64>,
     #[serde(with = "as_value")]
     processes: Vec<(u32, String, u64, u64, u64)>,
@@ -53,6 +61,8 @@ impl From<TenantLaunch> for LaunchDict {
             unheld: launch.unheld,
             evaded: launch.evaded,
             storms: launch.storms,
+            pressure_some: averages(launch.pressure.some),
+            pressure_full: averages(launch.pressure.full),
             gaps: launch.gaps,
             processes: launch
                 .processes
@@ -87,6 +97,10 @@ impl From<LaunchDict> for TenantLaunch {
             unheld: dict.unheld,
             evaded: dict.evaded,
             storms: dict.storms,
+            pressure: Pressure {
+                some: averages_back(dict.pressure_some),
+                full: averages_back(dict.pressure_full),
+            },
             gaps: dict.gaps,
             processes: dict
                 .processes
@@ -107,9 +121,12 @@ impl From<LaunchDict> for TenantLaunch {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use zbus::zvariant::{LE, serialized::Context, to_bytes};
 
     use super::*;
+    use crate::control::time::Averages;
 
     #[test]
     fn launches_survive_the_bus() {
@@ -127,6 +144,15 @@ mod tests {
             unheld: 6,
             evaded: 7,
             storms: 13,
+            pressure: Pressure {
+                some: Averages {
+                    avg10: 0.5,
+                    avg60: 0.25,
+                    avg300: 0.125,
+                    total: Duration::from_secs(3),
+                },
+                full: Averages::default(),
+            },
             gaps: vec![0, 8],
             processes: vec![ProcessLaunches {
                 pid: 9,

@@ -8,7 +8,7 @@ use zbus::zvariant::{Type, as_value};
 use super::time::{Averages, Held, Pressure, TenantTime, Uncontrolled};
 
 /// Averages over 10, 60 and 300 seconds, and microseconds of all time.
-type AveragesTuple = (f64, f64, f64, u64);
+pub(super) type AveragesTuple = (f64, f64, f64, u64);
 
 /// [`Held`] as `(aua(us))`: frozen processes, and those out of reach.
 pub type HeldTuple = (Vec<u32>, Vec<(u32, String)>);
@@ -52,11 +52,11 @@ fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-fn averages(of: Averages) -> AveragesTuple {
+pub(super) fn averages(of: Averages) -> AveragesTuple {
     (of.avg10, of.avg60, of.avg300, micros(of.total))
 }
 
-fn averages_back((avg10, avg60, avg300, total): AveragesTuple) -> Averages {
+pub(super) fn averages_back((avg10, avg60, avg300, total): AveragesTuple) -> Averages {
     Averages {
         avg10,
         avg60,

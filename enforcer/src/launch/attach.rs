@@ -21,6 +21,7 @@ use super::{
     limits::Treatment,
     lock,
     pacer::{Order, Pacer},
+    pressure::Counts,
     process::{Process, started, state},
     release::{self, Line},
     scan::{self, FileId, Found, Job, ScanError},
@@ -473,7 +474,29 @@ impl Attacher {
             self.note_slow_scan(tgid);
             self.observe(tgid);
         }
+        self.observe_pressure();
         self.keep_guard();
+    }
+
+    fn observe_pressure(&self) {
+        let budgets = self.launches.budgets();
+        let record = &self.launches.kernel.launch().record;
+        let counts: Vec<_> = self
+            .processes
+            .iter()
+            .filter_map(|(tgid, attached)| {
+                let calls = record.calls(attached.slot).ok()?;
+                let counts = Counts {
+                    launches: calls.launches,
+                    delay_ns: calls.delay_ns,
+                };
+                let payers = budgets.around(attached.member.tenant).collect();
+                Some((*tgid, payers, counts))
+            })
+            .collect();
+        let mut book = lock(&self.launches.pressure);
+        book.observe(monotonic_ns(), &counts);
+        book.retain(|tenant| budgets.knows(tenant));
     }
 
     /// A first thread that has ended takes its memory's probes along, while others of the process go on.

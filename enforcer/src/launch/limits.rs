@@ -100,6 +100,18 @@ impl Budgets {
             .min_by(f64::total_cmp)
     }
 
+    /// The tenant and those around it, itself first.
+    pub fn around(&self, tenant: u32) -> impl Iterator<Item = u32> {
+        std::iter::successors(Some(tenant), |tenant| {
+            self.rules.get(tenant).and_then(|rule| rule.parent)
+        })
+    }
+
+    /// Whether a tenant of this number is in force.
+    pub fn knows(&self, tenant: u32) -> bool {
+        self.rules.contains_key(&tenant)
+    }
+
     /// Whether any tenant has a budget.
     pub fn is_empty(&self) -> bool {
         self.rules.values().all(|rule| rule.own.is_none())
@@ -107,13 +119,9 @@ impl Budgets {
 
     /// The budgets that hold for a tenant, its own first.
     fn chain(&self, tenant: u32) -> impl Iterator<Item = &LaunchBudget> {
-        let mut next = Some(tenant);
-        std::iter::from_fn(move || {
-            let rule = self.rules.get(&next?)?;
-            next = rule.parent;
-            Some(rule)
-        })
-        .filter_map(|rule| rule.own.as_ref())
+        self.around(tenant)
+            .filter_map(|tenant| self.rules.get(&tenant))
+            .filter_map(|rule| rule.own.as_ref())
     }
 }
 

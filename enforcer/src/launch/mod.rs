@@ -11,6 +11,7 @@ pub mod detach;
 pub mod freezer;
 pub mod limits;
 pub mod pacer;
+pub mod pressure;
 pub mod process;
 pub mod release;
 pub mod scan;
@@ -89,6 +90,7 @@ pub struct Launches {
     inbox: Mutex<Option<mpsc::Sender<Message>>>,
     /// Storms by tenant.
     storms: Mutex<BTreeMap<u32, u64>>,
+    pressure: Mutex<pressure::Book>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -105,6 +107,7 @@ impl Launches {
             shown: Mutex::default(),
             inbox: Mutex::default(),
             storms: Mutex::default(),
+            pressure: Mutex::default(),
         }
     }
 
@@ -216,6 +219,7 @@ impl Launches {
             unheld: bucket.unheld,
             evaded: bucket.evaded,
             storms: lock(&self.storms).get(&tenant).copied().unwrap_or(0),
+            pressure: lock(&self.pressure).of(tenant).into(),
             gaps: maps
                 .gaps(tenant)
                 .map_or_else(|_| Vec::new(), |gaps| gaps.to_vec()),

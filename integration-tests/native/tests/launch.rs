@@ -683,7 +683,14 @@ fn storms_and_throttling_are_told() {
     assert_eq!(throttled.len(), 1, "{text}");
     assert_eq!(throttled[0]["pid"], pid);
     assert_eq!(throttled[0]["symbol"], "cuLaunchKernel");
-    assert_eq!(launches(&bed, "a").storms, 1);
+    let told = launches(&bed, "a");
+    assert_eq!(told.storms, 1);
+    let pressure = told.pressure;
+    // It is held back nearly all of the time, and is the only process.
+    assert!(
+        pressure.some.avg10 > 0.2 && pressure.full.total > Duration::from_secs(1),
+        "{pressure:?}"
+    );
     let storms = of("storm");
     assert_eq!(storms.len(), 1, "{text}");
     assert_eq!(storms[0]["budget"], 1000);

@@ -18,6 +18,7 @@ pub fn text(tenant: &Tenant, screen: Screen) -> Option<String> {
         ("LAUNCHES", Align::Right),
         ("DELAYED", Align::Right),
         ("WAITED", Align::Right),
+        ("PRESSURE", Align::Right),
         ("MEDIAN GAP", Align::Right),
     ]);
     table.row([
@@ -36,6 +37,10 @@ pub fn text(tenant: &Tenant, screen: Screen) -> Option<String> {
             },
         ),
         (span(Duration::from_micros(launch.delay_usec)), Style::Plain),
+        (
+            format!("{:.0}%", 100.0 * launch.pressure.some.avg10),
+            Style::Plain,
+        ),
         (
             median_gap(&launch.gaps)
                 .map_or_else(|| "-".to_owned(), |gap| format!("under {}", span(gap))),
