@@ -19,7 +19,7 @@ packages_of() {
     case $1 in
     build) echo ca-certificates gcc libc6-dev make rustc-web libstd-rust-web-dev-bpf ;;
     linker) echo llvm-22-dev ;;
-    test) echo crun fuse3 dbus-daemon binutils cpio xz-utils busybox-static qemu-system-x86 ;;
+    test) echo crun fuse3 dbus-daemon binutils cpio xz-utils busybox-static qemu-system-x86 dpkg ;;
     lint) echo git rust-web-clippy shellcheck ;;
     fuzz) echo g++ ;;
     kernel) echo gcc make flex bison bc libelf-dev libssl-dev dwarves xz-utils kmod rsync cpio python3 ;;
@@ -59,6 +59,25 @@ install_crate() {
     (cd / && unset CARGO_TARGET_DIR RUSTFLAGS && quietly cargo install "$name" --version "$version" --locked --force "$@")
 }
 
+# Unpacks a package below target/tools without installing it: one that would start a service, of which only the programs
+# are wanted.
+unpack_package() { # PACKAGE PROGRAM
+    if command -v "$2" >/dev/null || [ -x "target/tools/usr/bin/$2" ]; then return 0; fi
+    say "unpacking $1 into target/tools"
+    local work
+    work=$(mktemp -d)
+    # apt downloads as its own user if that one may write here.
+    chmod 777 "$work"
+    if ! (cd "$work" && quietly apt-get download "$1"); then
+        [ "$apt_updated" = yes ] || [ "$(id -u)" -ne 0 ] || quietly apt-get update || true
+        apt_updated=yes
+        (cd "$work" && quietly apt-get download "$1") || die "cannot download the package $1"
+    fi
+    mkdir -p target/tools
+    dpkg-deb -x "$work"/*.deb target/tools
+    rm -rf "$work"
+}
+
 if ! command -v rustup >/dev/null || ! command -v cargo >/dev/null; then
     die "rustup and a stable Rust toolchain are needed first; they are not on PATH nor in ${CARGO_HOME:-$HOME/.cargo}/bin"
 fi
@@ -84,6 +103,9 @@ for group in "${groups[@]}"; do
         fi
         # So that a later `cargo build` needs no network.
         quietly cargo fetch
+        ;;
+    test)
+        unpack_package prometheus promtool
         ;;
     lint)
         if ! cargo fmt --version >/dev/null 2>&1 || ! cargo clippy --version >/dev/null 2>&1; then

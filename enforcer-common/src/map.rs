@@ -20,6 +20,8 @@ pub const MAX_CGROUP_LEVEL: u32 = 32;
 pub const MAX_CGROUPS: u32 = 16384;
 /// Driver objects in the ledger.
 pub const MAX_OBJECTS: u32 = 1 << 20;
+/// RM clients that have objects in the ledger.
+pub const MAX_CLIENTS: u32 = 1 << 17;
 /// Accounts: processes times the GPUs that they use.
 pub const MAX_ACCOUNTS: u32 = 65536;
 /// Processes that have spoken to the driver.
@@ -245,6 +247,61 @@ pub struct Object {
     /// For a [`kind::CLIENT`]: address of the open file through which it was made, with which the driver frees it; 0 if
     /// that is not known.
     pub file: u64,
+    /// Handle of the next object in the client's list, or 0.
+    pub next: u32,
+    /// Handle of the one before it, or 0.
+    pub previous: u32,
+    /// One of [`list`], plus 1; 0 while it is in none.
+    pub listed: u32,
+    /// Unused; zero.
+    pub reserved: u32,
+}
+
+/// The lists that a [`Client`] has.
+pub mod list {
+    /// Video memory, its own and others': what there may be a million of.
+    pub const MEMORY: usize = 0;
+    /// Everything else: the client itself, devices, channels.
+    pub const STRUCTURE: usize = 1;
+    /// Number of lists.
+    pub const COUNT: usize = 2;
+
+    /// The list for a kind of object.
+    #[inline(always)]
+    pub const fn of(kind: u32) -> usize {
+        if kind == super::kind::MEMORY || kind == super::kind::DUP {
+            MEMORY
+        } else {
+            STRUCTURE
+        }
+    }
+}
+
+/// The objects of one client, as lists through them: whoever gives back what hangs below something looks at these
+/// and not at every object of the host. Written by the kernel side only.
+///
+/// The flags are only ever set, each by one store.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Client {
+    /// 1 while somebody changes a list.
+    pub lock: u64,
+    /// Handle of the first object of each [`list`], or 0.
+    pub first: [u32; list::COUNT],
+    /// Objects in each [`list`].
+    pub count: [u32; list::COUNT],
+    /// Process that made the first object seen.
+    pub tgid: u32,
+    /// 1 if objects of other processes are among them.
+    pub mixed: u32,
+    /// 1 if there were [`kind::DUP`]s among them.
+    pub dups: u32,
+    /// 1 if the lists may lack objects: then only a look at everything finds them.
+    pub broken: u32,
+    /// 1 once the entry is about to be removed.
+    pub gone: u32,
+    /// Unused; zero.
+    pub reserved: u32,
 }
 
 /// Client handle under which memory lives on when its owner freed it and others still hold it.
@@ -448,15 +505,17 @@ pub mod counter {
     pub const UNGOVERNED_DENIED: u32 = 11;
     /// Frees whose argument was another one after the call: nothing was released.
     pub const CHANGED_FREES: u32 = 12;
+    /// Objects that are in no client's list, because there was no room for the client.
+    pub const UNLISTED: u32 = 13;
     /// Number of counters.
-    pub const COUNT: u32 = 13;
+    pub const COUNT: u32 = 14;
 }
 
 #[cfg(feature = "user")]
 mod pod {
     use super::{
-        AccountKey, Budget, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey, Process, Refusal,
-        Rewritten, Settings, TenantRow, Usage,
+        AccountKey, Budget, Client, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey, Process,
+        Refusal, Rewritten, Settings, TenantRow, Usage,
     };
 
     macro_rules! pod {
@@ -466,8 +525,8 @@ mod pod {
         )*};
     }
     pod!(
-        AccountKey, Budget, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey, Process, Refusal,
-        Rewritten, Settings, TenantRow, Usage
+        AccountKey, Budget, Client, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey, Process,
+        Refusal, Rewritten, Settings, TenantRow, Usage
     );
 }
 
@@ -485,7 +544,8 @@ mod tests {
         assert_eq!(size_of::<Usage>(), 32);
         assert_eq!(size_of::<AccountKey>(), 8);
         assert_eq!(size_of::<ObjectKey>(), 8);
-        assert_eq!(size_of::<Object>(), 4 * 8 + 10 * 4);
+        assert_eq!(size_of::<Object>(), 4 * 8 + 14 * 4);
+        assert_eq!(size_of::<Client>(), 8 + 10 * 4);
         assert_eq!(size_of::<Process>(), 16);
         assert_eq!(size_of::<InFlight>(), 7 * 8 + 16 * 4);
         assert_eq!(size_of::<DeviceKey>(), 16);

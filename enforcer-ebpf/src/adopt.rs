@@ -7,7 +7,7 @@ use gpuquota_common::{
 };
 
 use crate::{
-    ledger,
+    ledger, lists,
     maps::{OBJECTS, PROCESSES, count, emit, now, settings},
     task,
 };
@@ -50,6 +50,7 @@ pub fn object(key: ObjectKey, mut object: Object) -> u32 {
         count(counter::OBJECTS_FULL);
         return result::FULL;
     }
+    lists::link(key.client, key.handle);
     if object.bytes > 0 && object.gpu < MAX_GPUS {
         if object.tenant != NO_TENANT {
             let _ = ledger::reserve(

@@ -16,6 +16,7 @@ use gpuquota_common::{
 use crate::{
     file,
     ledger::{self, Reserved},
+    lists,
     maps::{IN_FLIGHT, OBJECTS, SETTINGS, budget, count, emit, now},
     rm::{Caller, gpu_of},
     task,
@@ -297,10 +298,15 @@ fn remember(tgid: u32, flight: &InFlight, key: ObjectKey, bytes: u64) {
         dups: 0,
         fd: flight.fd,
         file: 0,
+        next: 0,
+        previous: 0,
+        listed: 0,
+        reserved: 0,
     };
     if OBJECTS.insert(key, object, 0).is_err() {
         count(counter::OBJECTS_FULL);
     }
+    lists::link(key.client, key.handle);
     note_use(tgid, flight.fd, key.client);
     if matches!(kind, kind::SUBDEVICE | kind::CHANNEL_GROUP | kind::CHANNEL) {
         emit(&Event {
@@ -394,11 +400,16 @@ fn dup(tgid: u32, flight: &InFlight, key: ObjectKey) {
         dups: 0,
         fd: flight.fd,
         file: 0,
+        next: 0,
+        previous: 0,
+        listed: 0,
+        reserved: 0,
     };
     if OBJECTS.insert(key, object, 0).is_err() {
         count(counter::OBJECTS_FULL);
         return;
     }
+    lists::link(key.client, key.handle);
     note_use(tgid, flight.fd, key.client);
     if let Some(owner) = OBJECTS.get_ptr_mut(source_key) {
         // SAFETY: a word of a map value, changed by one kind of program; RM serialises dups of one object.

@@ -16,6 +16,7 @@ use gpuquota_common::{
 
 use crate::{
     atomic::Word,
+    lists,
     maps::{ACCOUNTS, OBJECTS, REFUSALS, USAGE, budget, count, emit, now, tenant_row},
     waiting,
 };
@@ -329,7 +330,7 @@ pub fn release(generation: u64, key: ObjectKey) -> Option<Object> {
         return Some(copy);
     }
     let bytes = take_bytes(object);
-    let _ = OBJECTS.remove(key);
+    lists::remove(key.client, key.handle);
     if bytes > 0 {
         withdraw(generation, copy.tgid, copy.tenant, copy.gpu, bytes);
     }
@@ -357,11 +358,13 @@ fn orphan(key: ObjectKey, object: *mut Object) {
     // SAFETY: a copy of a map value.
     let mut copy = unsafe { *object };
     copy.bytes = take_bytes(object);
-    let _ = OBJECTS.remove(key);
+    copy.listed = 0;
+    lists::remove(key.client, key.handle);
     let kept = orphan_key(copy.born_ns);
     if OBJECTS.insert(kept, copy, 0).is_err() {
         count(counter::OBJECTS_FULL);
     }
+    lists::link(kept.client, kept.handle);
     emit(&Event {
         kind: event::kind::OWNER_FREED,
         tenant: copy.tenant,
@@ -406,7 +409,7 @@ fn drop_dup(generation: u64, source: ObjectKey, source_born: u64) {
     // SAFETY: a copy of a map value.
     let copy = unsafe { *object };
     let bytes = take_bytes(object);
-    let _ = OBJECTS.remove(key);
+    lists::remove(key.client, key.handle);
     withdraw(generation, copy.tgid, copy.tenant, copy.gpu, bytes);
 }
 

@@ -17,6 +17,7 @@ use gpuquota_common::{
 use crate::{
     adopt, file,
     ledger::{self, Decision, Request},
+    lists,
     maps::{IN_FLIGHT, OBJECTS, count, settings},
 };
 
@@ -92,6 +93,10 @@ fn adopt_object(ctx: &RawTracePointContext) -> u32 {
             dups: 0,
             fd: ctx.arg::<u64>(9) as u32,
             file: 0,
+            next: 0,
+            previous: 0,
+            listed: 0,
+            reserved: 0,
         },
     )
 }
@@ -215,5 +220,6 @@ fn move_object(key: ObjectKey, tgid: u32, tenant: u32, fd: u32) -> u32 {
         (*object).tenant = tenant;
         (*object).bytes = bytes;
     }
+    lists::moved(key, tgid);
     result::OK
 }

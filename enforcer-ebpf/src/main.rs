@@ -25,6 +25,7 @@ mod atomic;
 mod compat;
 mod file;
 mod ledger;
+mod lists;
 mod maps;
 mod rm;
 mod task;

@@ -8,10 +8,10 @@ use aya_ebpf::{
 use gpuquota_common::{
     event::Event,
     map::{
-        AccountKey, Budget, CELLS, Device, DeviceKey, HEARTBEAT_STALE_NS, InFlight, Leaf,
-        MAX_ACCOUNTS, MAX_CGROUPS, MAX_GPUS, MAX_IN_FLIGHT, MAX_OBJECTS, MAX_PROCESSES,
-        MAX_TENANTS, Object, ObjectKey, Process, Refusal, Rewritten, Settings, TenantName,
-        TenantRow, Usage, banked, counter, row,
+        AccountKey, Budget, CELLS, Client, Device, DeviceKey, HEARTBEAT_STALE_NS, InFlight, Leaf,
+        MAX_ACCOUNTS, MAX_CGROUPS, MAX_CLIENTS, MAX_GPUS, MAX_IN_FLIGHT, MAX_OBJECTS,
+        MAX_PROCESSES, MAX_TENANTS, Object, ObjectKey, Process, Refusal, Rewritten, Settings,
+        TenantName, TenantRow, Usage, banked, counter, row,
     },
     time::{Frozen, FrozenKey},
     waiting::{Queue, Waiter},
@@ -51,6 +51,9 @@ pub static INSTANCES: Array<u32> = Array::with_max_entries(MAX_GPUS, 0);
 #[map]
 pub static OBJECTS: HashMap<ObjectKey, Object> =
     HashMap::with_max_entries(MAX_OBJECTS, NO_PREALLOC);
+/// Which objects a client has.
+#[map]
+pub static CLIENTS: HashMap<u32, Client> = HashMap::with_max_entries(MAX_CLIENTS, NO_PREALLOC);
 /// Charged bytes by process, tenant and GPU.
 #[map]
 pub static ACCOUNTS: HashMap<AccountKey, u64> =

@@ -170,6 +170,17 @@ impl Hierarchy {
         fs::write(&file, pid.to_string()).map_err(|source| CgroupError::Io { path: file, source })
     }
 
+    /// The processes in a cgroup itself; none if it is gone.
+    pub fn processes(&self, path: &str) -> Vec<u32> {
+        self.folder(path)
+            .ok()
+            .and_then(|folder| fs::read_to_string(folder.join("cgroup.procs")).ok())
+            .unwrap_or_default()
+            .lines()
+            .filter_map(|line| line.parse().ok())
+            .collect()
+    }
+
     /// Every cgroup at or below `prefix`, parents before children.
     pub fn walk(&self, prefix: &str) -> Vec<String> {
         let Ok(start) = self.folder(prefix) else {

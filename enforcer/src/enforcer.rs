@@ -161,6 +161,7 @@ pub struct Enforcer {
     changing: Mutex<()>,
     notices: broadcast::Sender<Notice>,
     loads: measuring::Loads,
+    served: measuring::Served,
     stopping: AtomicBool,
 }
 
@@ -242,6 +243,7 @@ impl Enforcer {
             changing: Mutex::new(()),
             notices,
             loads: measuring::Loads::default(),
+            served: measuring::Served::default(),
             stopping: AtomicBool::new(false),
         });
         enforcer.describe_host()?;

@@ -14,7 +14,9 @@ use std::{
     thread,
 };
 
-use gpuquota_common::map::{AccountKey, DeviceKey, ORPHAN_CLIENT, Object, ObjectKey, PARKED, kind};
+use gpuquota_common::map::{
+    AccountKey, DeviceKey, ORPHAN_CLIENT, Object, ObjectKey, PARKED, Process, kind,
+};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tracing::{debug, warn};
@@ -153,10 +155,7 @@ fn whereabouts(handle: u32, client: &Object, files: &dyn FileView) -> Fate {
 
 /// Releases what hangs below a freed object.
 pub fn release_subtree(kernel: &Kernel, top: ObjectKey) -> Result<usize, KernelError> {
-    let objects: BTreeMap<ObjectKey, Object> = kernel
-        .objects()
-        .filter(|(key, _)| key.client == top.client)
-        .collect();
+    let objects: BTreeMap<ObjectKey, Object> = kernel.objects_of(top.client).into_iter().collect();
     let keys = subtree(&objects, top);
     for key in &keys {
         kernel.release_object(*key)?;
@@ -175,7 +174,8 @@ pub fn release_processes(
         return Ok(());
     }
     let mut objects: BTreeMap<ObjectKey, Object> = kernel
-        .objects()
+        .objects_where(|client| client.mixed != 0 || dead.contains(&client.tgid))
+        .into_iter()
         .filter(|(_, object)| dead.contains(&object.tgid))
         .collect();
     let clients: BTreeSet<ObjectKey> = objects
@@ -204,9 +204,9 @@ pub fn release_processes(
         .collect();
     if !shared.is_empty() {
         objects.extend(
-            kernel
-                .objects()
-                .filter(|(key, _)| shared.contains(&key.client)),
+            shared
+                .into_iter()
+                .flat_map(|client| kernel.objects_of(client)),
         );
     }
     for (key, object) in &objects {
@@ -276,14 +276,23 @@ fn descendants(kernel: &Kernel, dead: &BTreeSet<u32>) -> BTreeMap<u32, Vec<u32>>
     found
 }
 
-/// Clients whose process lives and has let go of their file, and what becomes of them. No hook sees a file closed.
+/// Those of the clients whose process lives and has let go of their file, and what becomes of them. No hook sees a file
+/// closed.
 pub fn loose_clients(
     kernel: &Kernel,
+    clients: impl IntoIterator<Item = u32>,
     view: &dyn ProcessView,
     files: &dyn FileView,
 ) -> Vec<(ObjectKey, Fate)> {
-    kernel
-        .objects()
+    clients
+        .into_iter()
+        .filter_map(|client| {
+            let key = ObjectKey {
+                client,
+                handle: client,
+            };
+            Some((key, kernel.object(key)?))
+        })
         .filter(|(_, object)| object.kind == kind::CLIENT)
         .filter_map(|(key, client)| Some((key, loose(key.handle, &client, view, files)?)))
         .collect()
@@ -330,8 +339,9 @@ pub fn hand_over(
         return Ok(());
     };
     let objects: Vec<(ObjectKey, Object)> = kernel
-        .objects()
-        .filter(|(key, object)| key.client == client.client && object.tgid == before.tgid)
+        .objects_of(client.client)
+        .into_iter()
+        .filter(|(_, object)| object.tgid == before.tgid)
         .collect();
     for (key, object) in objects {
         kernel.move_object(key, tgid, object.tenant, fd)?;
@@ -342,32 +352,36 @@ pub fn hand_over(
 /// Processes in the ledger that are gone, or whose number another process has now.
 pub fn dead_processes(kernel: &Kernel, view: &dyn ProcessView) -> BTreeSet<u32> {
     let ticks = ticks_per_second();
-    let mut dead: BTreeSet<u32> = kernel
-        .processes()
-        .into_iter()
-        .filter(|(tgid, process)| match view.started(*tgid) {
+    let known: BTreeMap<u32, Process> = kernel.processes().into_iter().collect();
+    let mut dead: BTreeSet<u32> = known
+        .iter()
+        .filter(|(tgid, process)| match view.started(**tgid) {
             None => true,
             // proc shows the start in ticks; the kernel side has nanoseconds.
             Some(started) => {
                 process.start_ns != 0 && started != process.start_ns / (1_000_000_000 / ticks)
             }
         })
-        .map(|(tgid, _)| tgid)
-        .collect();
-    let known: BTreeSet<u32> = kernel
-        .processes()
-        .into_iter()
-        .map(|(tgid, _)| tgid)
+        .map(|(tgid, _)| *tgid)
         .collect();
     // What a kernel-side release left behind while no daemon was there.
+    let strangers: BTreeSet<u32> = kernel
+        .clients()
+        .filter(|(_, client)| client.mixed == 0)
+        .map(|(_, client)| client.tgid)
+        .chain(kernel.accounts().map(|(key, _)| key.tgid))
+        .chain(
+            kernel
+                .objects_where(|client| client.mixed != 0)
+                .into_iter()
+                .map(|(_, object)| object.tgid),
+        )
+        .filter(|tgid| !known.contains_key(tgid))
+        .collect();
     dead.extend(
-        kernel
-            .objects()
-            .map(|(_, object)| object.tgid)
-            .chain(kernel.accounts().map(|(key, _)| key.tgid))
-            .filter(|tgid| {
-                *tgid != PARKED && !known.contains(tgid) && view.started(*tgid).is_none()
-            }),
+        strangers
+            .into_iter()
+            .filter(|tgid| *tgid != PARKED && view.started(*tgid).is_none()),
     );
     dead
 }

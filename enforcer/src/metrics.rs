@@ -9,7 +9,7 @@ pub mod own;
 pub mod server;
 mod text;
 
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use self::text::{Exposition, Kind};
 use crate::control::{TenantTime, launch::TenantLaunch};
@@ -33,6 +33,10 @@ pub struct Snapshot {
     pub tenants: Vec<TenantSample>,
     /// Maps of the kernel side that can run full.
     pub maps: Vec<MapFill>,
+    /// Events that were served, since the daemon runs.
+    pub events: u64,
+    /// Time that they waited until they were served, summed.
+    pub event_lag: Duration,
     /// Events that were lost, since the ledger exists.
     pub events_lost: u64,
     /// Driver calls that were decoded, since the ledger exists.
@@ -510,9 +514,20 @@ fn kernel_side(out: &mut Exposition, snapshot: &Snapshot) {
     for (reason, count) in &snapshot.unaccounted {
         unaccounted.labelled(&[("reason", reason)], *count);
     }
+    out.family(
+        "gpuquota_event_lag_seconds_total",
+        Kind::Counter,
+        "Time from an event in the kernel until the daemon served it, summed since the daemon runs.",
+    )
+    .plain(snapshot.event_lag.as_secs_f64());
     let mut counter = |name, help, value| {
         out.family(name, Kind::Counter, help).plain(value);
     };
+    counter(
+        "gpuquota_events_total",
+        "Events of the kernel side that the daemon served since it runs.",
+        snapshot.events,
+    );
     counter(
         "gpuquota_events_lost_total",
         "Events of the kernel side that found no room; each loss is followed by a look at everything.",
@@ -550,8 +565,6 @@ fn limit(value: Option<u64>) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::control::Pressure;
 

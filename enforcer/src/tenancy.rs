@@ -47,15 +47,14 @@ pub struct Seat {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Seating {
     seats: BTreeMap<u32, Seat>,
+    /// Index by name, of those in force.
+    names: BTreeMap<String, u32>,
 }
 
 impl Seating {
     /// The index of a tenant in force.
     pub fn index(&self, name: &str) -> Option<u32> {
-        self.seats
-            .iter()
-            .find(|(_, seat)| seat.in_force && seat.name == name)
-            .map(|(index, _)| *index)
+        self.names.get(name).copied()
     }
 
     /// The tenant at an index, retired ones too.
@@ -73,7 +72,18 @@ impl Seating {
 
     /// Puts a tenant back where an earlier daemon had it.
     pub fn restore(&mut self, index: u32, seat: Seat) {
+        if seat.in_force {
+            self.names.insert(seat.name.clone(), index);
+        }
         self.seats.insert(index, seat);
+    }
+
+    /// A tenant governs nobody any more.
+    fn retire(&mut self, index: u32) {
+        if let Some(seat) = self.seats.get_mut(&index) {
+            seat.in_force = false;
+            self.names.remove(&seat.name);
+        }
     }
 
     /// All seats, retired ones too, for saving.
@@ -109,16 +119,18 @@ pub fn plan(
             && policy.tenants.contains_key(&seat.name)
             && parent_of(&nesting, &seat.name) == seat.parent.as_deref();
         if stays {
-            seating.seats.insert(*index, seat.clone());
+            seating.restore(*index, seat.clone());
         } else if charged.contains(index) {
             let retired = Seat {
                 in_force: false,
                 ..seat.clone()
             };
-            seating.seats.insert(*index, retired);
+            seating.restore(*index, retired);
         }
     }
     keep_parents_together(&mut seating);
+    // None that was passed over becomes free below.
+    let mut indices = 0..MAX_TENANTS;
     for name in policy.tenants.keys() {
         let depth = nesting.get(name.as_str()).map_or(0, Vec::len);
         if depth >= MAX_NESTING as usize {
@@ -130,7 +142,7 @@ pub fn plan(
         if seating.index(name).is_some() {
             continue;
         }
-        let free = (0..MAX_TENANTS)
+        let free = indices
             .find(|index| !seating.seats.contains_key(index) && !charged.contains(index))
             .ok_or(TenancyError::TooMany {
                 found: seating.seats.len() + 1,
@@ -140,7 +152,7 @@ pub fn plan(
             parent: parent_of(&nesting, name).map(str::to_owned),
             in_force: true,
         };
-        seating.seats.insert(free, seat);
+        seating.restore(free, seat);
     }
     let rows = rows(&seating, before);
     let budgets = budgets(policy, gpus, &seating);
@@ -164,9 +176,7 @@ fn keep_parents_together(seating: &mut Seating) {
             seating.index(parent).is_none().then_some(index)
         });
         let Some(index) = orphan else { return };
-        if let Some(seat) = seating.seats.get_mut(&index) {
-            seat.in_force = false;
-        }
+        seating.retire(index);
     }
 }
 

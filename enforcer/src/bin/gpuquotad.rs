@@ -11,8 +11,9 @@ use clap::Parser;
 use gpuquota_enforcer::{
     cgroup::Hierarchy,
     config::{Bus, Config, ConfigError},
-    control,
+    control::{self, Control as _},
     enforcer::{Enforcer, EnforcerError, Enrolment},
+    journal,
     kernel::{PinDir, launch::Record},
     launch, metrics,
     notify::listener::ListenerSocket,
@@ -20,7 +21,9 @@ use gpuquota_enforcer::{
 };
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
-use tracing_subscriber::{EnvFilter, layer::SubscriberExt as _, util::SubscriberInitExt as _};
+use tracing_subscriber::{
+    EnvFilter, fmt::format::debug_fn, layer::SubscriberExt as _, util::SubscriberInitExt as _,
+};
 
 /// Exit code for a configuration or policy that does not load (`EX_CONFIG`).
 const BAD_CONFIGURATION: u8 = 78;
@@ -81,11 +84,20 @@ fn start_logging() {
     if std::env::var_os("JOURNAL_STREAM").is_some()
         && let Ok(journal) = tracing_journald::layer()
     {
-        registry.with(journal).init();
+        // Names of fields as docs/logs.md has them.
+        registry.with(journal.with_field_prefix(None)).init();
     } else {
         registry
             .with(
                 tracing_subscriber::fmt::layer()
+                    .fmt_fields(
+                        // Message ids are for the journal.
+                        debug_fn(|out, field, value| match field.name() {
+                            "message_id" => Ok(()),
+                            "message" => write!(out, "{value:?} "),
+                            name => write!(out, "{name}={value:?} "),
+                        }),
+                    )
                     .without_time()
                     .with_target(false)
                     .with_writer(std::io::stderr),
@@ -173,6 +185,7 @@ async fn serve(config: Config) -> anyhow::Result<()> {
         Arc::new(Enrolment(Arc::clone(&enforcer))),
     )?;
     let server = control::dbus::serve(&enforcer.config().bus, Arc::clone(&enforcer) as _).await?;
+    tokio::spawn(journal::follow(enforcer.subscribe()));
     let metrics = match enforcer.config().metrics_address {
         Some(address) => {
             let enforcer = Arc::clone(&enforcer);
@@ -198,8 +211,8 @@ async fn serve(config: Config) -> anyhow::Result<()> {
                 let enforcer = Arc::clone(&enforcer);
                 let outcome = tokio::task::spawn_blocking(move || enforcer.reload_policy()).await;
                 match outcome {
-                    Ok(Ok(_)) => {}
-                    Ok(Err(error)) => error!("the old policy stays in force: {error}"),
+                    // A failure is told where it happens.
+                    Ok(_) => {}
                     Err(error) => error!(%error, "reload"),
                 }
                 sd_notify(&[sd_notify::NotifyState::Ready]);

@@ -70,7 +70,8 @@ impl Enforcer {
         }
         let known: BTreeSet<u32> = self
             .kernel
-            .objects()
+            .structure()
+            .into_iter()
             .filter(|(_, object)| object.kind == kind::CHANNEL_GROUP)
             .map(|(_, object)| object.tgid)
             .collect();
@@ -114,7 +115,8 @@ impl Enforcer {
         let reach = Reach::open(tgid, None, &*self.processes)?;
         let others: BTreeSet<u32> = self
             .kernel
-            .objects()
+            .structure()
+            .into_iter()
             .filter(|(key, object)| object.kind == kind::CLIENT && key.client == key.handle)
             .map(|(key, _)| key.client)
             .collect();

@@ -3,15 +3,17 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
+    time::Instant,
 };
 
 use gpuquota_common::map::{MAX_TENANTS, NO_TENANT, Object, ObjectKey, TenantRow, on_max, row};
 use gpuquota_policy::Policy;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 use super::{Enforcer, EnforcerError, InForce};
 use crate::{
     control::Notice,
+    journal,
     kernel::{Kernel, KernelError},
     launch::limits::Budgets,
     tenancy::{self, Plan, Seat, Seating},
@@ -56,6 +58,7 @@ impl Enforcer {
             let now = self.read();
             (now.seating.clone(), now.generation)
         };
+        let started = Instant::now();
         let plan = tenancy::plan(&policy, &self.host.gpus, &seating, &self.charged()?)?;
         let next = generation + 1;
         self.write_bank(next, &plan)?;
@@ -63,6 +66,8 @@ impl Enforcer {
         self.launches.write_bank(next, &launches)?;
         self.kernel
             .update_settings(|settings| settings.generation = next)?;
+        debug!(generation = next, took = ?started.elapsed(), "every decision is by the new policy");
+        let reseated = plan.seating != seating || self.read().policy.tenants.is_empty();
         {
             let mut now = self.write();
             now.policy = Arc::new(policy);
@@ -71,8 +76,10 @@ impl Enforcer {
             now.warnings = warnings;
             now.by_path.clear();
         }
-        self.find_cgroups()?;
-        self.reseat()?;
+        // Where nobody's place has changed, nobody's charge has.
+        if self.find_cgroups()? || reseated {
+            self.reseat()?;
+        }
         self.launches.put_in_force(launches)?;
         self.tell_time_rules();
         Ok(next)
@@ -120,8 +127,8 @@ impl Enforcer {
         Ok(charged)
     }
 
-    /// Finds the cgroups of every tenant, and lets go of those that are none any more.
-    pub(super) fn find_cgroups(&self) -> Result<(), EnforcerError> {
+    /// Finds the cgroups of every tenant, and lets go of those that are none any more. Whether anything changed.
+    pub(super) fn find_cgroups(&self) -> Result<bool, EnforcerError> {
         let (policy, seating) = {
             let now = self.read();
             (Arc::clone(&now.policy), now.seating.clone())
@@ -147,6 +154,7 @@ impl Enforcer {
         }
         let known: BTreeMap<u64, u32> = self.kernel.cgroups()?.into_iter().collect();
         let old = std::mem::take(&mut self.write().roots);
+        let changed = old != wanted;
         for id in known.keys().filter(|id| !wanted.contains_key(id)) {
             self.kernel.set_cgroup(*id, None)?;
             if let Some((index, path)) = old.get(id) {
@@ -162,7 +170,7 @@ impl Enforcer {
             }
         }
         self.write().roots = wanted;
-        Ok(())
+        Ok(changed)
     }
 
     /// A cgroup was made: it is governed from now on if it is a tenant's.
@@ -184,7 +192,7 @@ impl Enforcer {
         self.write().roots.insert(id, (index, path.clone()));
         self.attached(index, &path);
         // A process may have been quicker than this event.
-        self.reseat()
+        self.reseat_cgroup(&path)
     }
 
     /// A cgroup was removed. Its id never comes back.
@@ -199,7 +207,10 @@ impl Enforcer {
 
     fn attached(&self, index: u32, cgroup: &str) {
         let tenant = self.name_of(index);
-        info!(tenant, cgroup, "governing a cgroup");
+        info!(
+            message_id = journal::CGROUP,
+            tenant, cgroup, "governing a cgroup"
+        );
         self.notify(Notice::CgroupAttached {
             tenant,
             cgroup: cgroup.to_owned(),
@@ -208,7 +219,10 @@ impl Enforcer {
 
     fn detached(&self, index: u32, cgroup: &str) {
         let tenant = self.name_of(index);
-        info!(tenant, cgroup, "a governed cgroup is gone");
+        info!(
+            message_id = journal::CGROUP,
+            tenant, cgroup, "a governed cgroup is gone"
+        );
         self.notify(Notice::CgroupDetached {
             tenant,
             cgroup: cgroup.to_owned(),
@@ -220,9 +234,32 @@ impl Enforcer {
     /// That is where it is charged already, but for what was allocated before its cgroup was governed, or
     /// before the policy changed.
     pub(super) fn reseat(&self) -> Result<(), EnforcerError> {
+        self.reseat_objects(self.kernel.objects())
+    }
+
+    /// The same for what the processes have that are in a cgroup now.
+    fn reseat_cgroup(&self, path: &str) -> Result<(), EnforcerError> {
+        let inside: BTreeSet<u32> = self
+            .hierarchy
+            .walk(path)
+            .iter()
+            .flat_map(|path| self.hierarchy.processes(path))
+            .collect();
+        if inside.is_empty() {
+            return Ok(());
+        }
+        let objects = self
+            .kernel
+            .objects_where(|client| client.mixed != 0 || inside.contains(&client.tgid));
+        self.reseat_objects(objects)
+    }
+
+    fn reseat_objects(
+        &self,
+        objects: impl IntoIterator<Item = (ObjectKey, Object)>,
+    ) -> Result<(), EnforcerError> {
         let mut tenant_of: BTreeMap<u64, Option<u32>> = BTreeMap::new();
-        let objects: Vec<(ObjectKey, Object)> = self.kernel.objects().collect();
-        let mut moved = 0usize;
+        let mut misplaced: Vec<(ObjectKey, u32, u32, u32)> = Vec::new();
         for (key, object) in objects {
             let wanted = *tenant_of.entry(object.cgroup).or_insert_with(|| {
                 let path = self.hierarchy.path(object.cgroup)?;
@@ -232,10 +269,12 @@ impl Enforcer {
             if let Some(wanted) = wanted
                 && wanted != object.tenant
             {
-                self.kernel
-                    .move_object(key, object.tgid, wanted, object.fd)?;
-                moved += 1;
+                misplaced.push((key, object.tgid, wanted, object.fd));
             }
+        }
+        let moved = misplaced.len();
+        for (key, tgid, wanted, fd) in misplaced {
+            self.kernel.move_object(key, tgid, wanted, fd)?;
         }
         if moved > 0 {
             warn!(moved, "objects came to another tenant");

@@ -3,15 +3,19 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::atomic::{AtomicU64, Ordering},
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
 use gpuquota_common::map::{
-    MAX_ACCOUNTS, MAX_CGROUPS, MAX_IN_FLIGHT, MAX_OBJECTS, MAX_PROCESSES, MAX_TENANTS, counter,
+    MAX_ACCOUNTS, MAX_CGROUPS, MAX_CLIENTS, MAX_IN_FLIGHT, MAX_OBJECTS, MAX_PROCESSES, MAX_TENANTS,
+    counter,
 };
+
+use tracing::warn;
 
 use super::{Enforcer, EnforcerError};
 use crate::{
+    journal,
     metrics::{
         GpuSample, MapFill, PolicySample, Snapshot, TenantGpuSample, TenantSample, own, render,
     },
@@ -49,6 +53,10 @@ impl Loads {
                 self.loaded_at.store(now, Ordering::Relaxed);
             }
             Err(error) => {
+                warn!(
+                    message_id = journal::POLICY_FAILED,
+                    "the policy does not load, the one before stays in force: {error}"
+                );
                 let index = match error {
                     EnforcerError::Policy(_) | EnforcerError::Tenancy(_) => 0,
                     EnforcerError::File(_) => 1,
@@ -71,7 +79,25 @@ impl Loads {
     fn loaded_at(&self) -> Option<SystemTime> {
         match self.loaded_at.load(Ordering::Relaxed) {
             0 => None,
-            millis => Some(SystemTime::UNIX_EPOCH + std::time::Duration::from_millis(millis)),
+            millis => Some(SystemTime::UNIX_EPOCH + Duration::from_millis(millis)),
+        }
+    }
+}
+
+/// Events that were served, since the daemon runs.
+#[derive(Debug, Default)]
+pub(super) struct Served {
+    events: AtomicU64,
+    lag_ns: AtomicU64,
+}
+
+impl Served {
+    /// Counts an event that happened at `at_ns`, 0 for one that does not say when.
+    pub(super) fn note(&self, at_ns: u64, now_ns: u64) {
+        self.events.fetch_add(1, Ordering::Relaxed);
+        if at_ns != 0 {
+            self.lag_ns
+                .fetch_add(now_ns.saturating_sub(at_ns), Ordering::Relaxed);
         }
     }
 }
@@ -109,6 +135,8 @@ impl Enforcer {
             gpus: self.gpu_samples(&ledger),
             tenants: self.tenant_samples(&holders),
             maps: self.map_fill(accounts),
+            events: self.served.events.load(Ordering::Relaxed),
+            event_lag: Duration::from_nanos(self.served.lag_ns.load(Ordering::Relaxed)),
             events_lost: count(counter::EVENTS_LOST),
             driver_calls: count(counter::DECODED),
             unknown_frees: count(counter::UNKNOWN_FREES),
@@ -207,10 +235,11 @@ impl Enforcer {
         };
         let counted = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
         vec![
+            fill("objects", self.kernel.object_count(), MAX_OBJECTS),
             fill(
-                "objects",
-                counted(self.kernel.objects().count()),
-                MAX_OBJECTS,
+                "clients",
+                counted(self.kernel.clients().count()),
+                MAX_CLIENTS,
             ),
             fill("accounts", accounts, MAX_ACCOUNTS),
             fill(
@@ -260,6 +289,16 @@ mod tests {
         loads.note(Ok(())).expect("handed on");
         assert_eq!(loads.failures(), [("policy", 0), ("io", 0), ("kernel", 1)]);
         assert!(loads.loaded_at().is_some());
+    }
+
+    #[test]
+    fn lag_is_summed_over_the_events_that_say_when() {
+        let served = Served::default();
+        served.note(100, 350);
+        served.note(0, 350);
+        served.note(400, 350);
+        assert_eq!(served.events.load(Ordering::Relaxed), 3);
+        assert_eq!(served.lag_ns.load(Ordering::Relaxed), 250);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use crate::{
     backend::Choice,
     config::{MemoryBackend, PolicyDirectories},
     control::{Notice, PolicyLoaded, QuotaChange},
-    policy_files,
+    journal, policy_files,
 };
 
 /// Reads and checks the policy on disk.
@@ -181,7 +181,10 @@ impl Enforcer {
             tenants,
             warnings,
         };
-        info!(generation, tenants, "policy in force");
+        info!(
+            message_id = journal::POLICY_LOADED,
+            generation, tenants, "policy in force"
+        );
         for warning in &outcome.warnings {
             tracing::warn!("{warning}");
         }

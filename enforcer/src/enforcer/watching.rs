@@ -116,6 +116,7 @@ impl Enforcer {
     }
 
     fn handle(self: &Arc<Self>, event: &Event, reaper: &Reaper) {
+        self.served.note(event.at_ns, monotonic_ns());
         self.time.event(event);
         let outcome = match event.kind {
             kind::PROCESS_NEW => {
@@ -132,7 +133,13 @@ impl Enforcer {
                 Ok(())
             }
             kind::PROCESS_EXEC => {
-                self.release_closed_clients();
+                let of_process = self
+                    .kernel
+                    .clients()
+                    .filter(|(_, client)| client.tgid == event.tgid || client.mixed != 0)
+                    .map(|(client, _)| client)
+                    .collect();
+                self.release_closed_clients(of_process);
                 Ok(())
             }
             kind::SUBTREE_FREED => lifecycle::release_subtree(
@@ -214,7 +221,8 @@ impl Enforcer {
         };
         let survivor = self
             .kernel
-            .objects()
+            .objects_where(|client| client.dups != 0)
+            .into_iter()
             .filter(|(_, dup)| {
                 dup.kind == object_kind::DUP
                     && dup.born_ns == object.born_ns
@@ -229,8 +237,9 @@ impl Enforcer {
         Ok(())
     }
 
-    fn release_closed_clients(&self) {
-        let loose = lifecycle::loose_clients(&self.kernel, &*self.processes, &self.open_files);
+    fn release_closed_clients(&self, clients: Vec<u32>) {
+        let loose =
+            lifecycle::loose_clients(&self.kernel, clients, &*self.processes, &self.open_files);
         for (client, fate) in loose {
             debug!(?client, ?fate, "its process has let go of its file");
             let outcome = match fate {
@@ -250,7 +259,8 @@ impl Enforcer {
     pub(super) fn sweep(&self) {
         self.look_at_high();
         self.processes_gone(&lifecycle::dead_processes(&self.kernel, &*self.processes));
-        self.release_closed_clients();
+        let clients = self.kernel.clients().map(|(client, _)| client).collect();
+        self.release_closed_clients(clients);
     }
 
     /// After lost events: everything that they could have said.
@@ -279,7 +289,7 @@ impl Enforcer {
                 error!(%error, ?key, "could not be released");
             }
         }
-        if let Err(error) = self.find_cgroups().and_then(|()| self.reseat()) {
+        if let Err(error) = self.find_cgroups().and_then(|_| self.reseat()) {
             error!(%error, "cgroups could not be looked at again");
         }
         self.time.resync();

@@ -3,7 +3,9 @@
 //! [`Kernel`] is the only place that touches BPF objects. It outlives the daemon: maps and links are pinned
 //! under the BPF file system, so a restart finds the ledger as it was and nobody runs unobserved meanwhile.
 
+mod clients;
 mod deny;
+mod known;
 pub mod launch;
 mod leftovers;
 mod offsets;
@@ -29,15 +31,15 @@ use aya::{
 };
 use gpuquota_common::{
     map::{
-        AccountKey, Budget, CELLS, Device, DeviceKey, InFlight, MAX_TENANTS, NAME_LEN, Object,
-        ObjectKey, Process, Settings, TenantName, TenantRow, Usage, banked, cell, counter,
+        AccountKey, Budget, CELLS, Client, Device, DeviceKey, InFlight, MAX_TENANTS, NAME_LEN,
+        Object, ObjectKey, Process, Settings, TenantName, TenantRow, Usage, banked, cell, counter,
     },
     op,
     time::{Frozen, FrozenKey},
     waiting::Queue,
 };
 
-use self::launch::LaunchProgram;
+use self::{known::Known, launch::LaunchProgram};
 
 pub(crate) use deny::COMPAT_IOCTL;
 pub use deny::DenyHook;
@@ -61,6 +63,7 @@ const PINNED_MAPS: &[&str] = &[
     "DEVICES",
     "INSTANCES",
     "OBJECTS",
+    "CLIENTS",
     "ACCOUNTS",
     "PROCESSES",
     "IN_FLIGHT",
@@ -185,9 +188,9 @@ pub struct Kernel {
     /// The same for the program that closes the GPUs.
     device_link: Mutex<Option<OwnedFd>>,
     settings: Mutex<Array<MapData, Settings>>,
-    tenants: Mutex<Array<MapData, TenantRow>>,
-    names: Mutex<Array<MapData, TenantName>>,
-    budgets: Mutex<Array<MapData, Budget>>,
+    tenants: Mutex<Known<TenantRow>>,
+    names: Mutex<Known<TenantName>>,
+    budgets: Mutex<Known<Budget>>,
     cgroups: Mutex<HashMap<MapData, u64, u32>>,
     devices: Mutex<HashMap<MapData, DeviceKey, Device>>,
     instances: Mutex<Array<MapData, u32>>,
@@ -197,6 +200,7 @@ pub struct Kernel {
     exempt: Mutex<HashMap<MapData, u64, u32>>,
     usage: Array<MapData, Usage>,
     objects: HashMap<MapData, ObjectKey, Object>,
+    clients: HashMap<MapData, u32, Client>,
     accounts: HashMap<MapData, AccountKey, u64>,
     in_flight: HashMap<MapData, u32, InFlight>,
     counters: PerCpuArray<MapData, u64>,
@@ -257,6 +261,7 @@ impl Kernel {
             exempt,
             usage,
             objects,
+            clients,
             accounts,
             in_flight,
             counters,
@@ -273,9 +278,9 @@ impl Kernel {
             queues: Mutex::new(queues),
             exempt: Mutex::new(exempt),
             settings: Mutex::new(settings),
-            tenants: Mutex::new(tenants),
-            names: Mutex::new(names),
-            budgets: Mutex::new(budgets),
+            tenants: Mutex::new(Known::new(tenants)),
+            names: Mutex::new(Known::new(names)),
+            budgets: Mutex::new(Known::new(budgets)),
             cgroups: Mutex::new(cgroups),
             devices: Mutex::new(devices),
             instances: Mutex::new(instances),
@@ -283,6 +288,7 @@ impl Kernel {
             frozen: Mutex::new(frozen),
             usage,
             objects,
+            clients,
             accounts,
             in_flight,
             counters,
@@ -401,14 +407,14 @@ impl Kernel {
         row: TenantRow,
     ) -> Result<(), KernelError> {
         lock(&self.tenants)
-            .set(banked(generation, tenant, MAX_TENANTS), row, 0)
+            .set(banked(generation, tenant, MAX_TENANTS), row)
             .map_err(map_error("TENANTS"))
     }
 
     /// Reads a tenant's row from the bank of `generation`.
     pub fn tenant(&self, generation: u64, tenant: u32) -> Result<TenantRow, KernelError> {
         lock(&self.tenants)
-            .get(&banked(generation, tenant, MAX_TENANTS), 0)
+            .get(banked(generation, tenant, MAX_TENANTS))
             .map_err(map_error("TENANTS"))
     }
 
@@ -419,15 +425,13 @@ impl Kernel {
             *slot = byte;
         }
         lock(&self.names)
-            .set(tenant, padded, 0)
+            .set(tenant, padded)
             .map_err(map_error("NAMES"))
     }
 
     /// The name of a tenant; empty where none was ever written.
     pub fn name(&self, tenant: u32) -> Result<String, KernelError> {
-        let padded = lock(&self.names)
-            .get(&tenant, 0)
-            .map_err(map_error("NAMES"))?;
+        let padded = lock(&self.names).get(tenant).map_err(map_error("NAMES"))?;
         let length = padded
             .iter()
             .position(|byte| *byte == 0)
@@ -444,7 +448,7 @@ impl Kernel {
         budget: Budget,
     ) -> Result<(), KernelError> {
         lock(&self.budgets)
-            .set(banked(generation, cell(tenant, gpu), CELLS), budget, 0)
+            .set(banked(generation, cell(tenant, gpu), CELLS), budget)
             .map_err(map_error("BUDGETS"))
     }
 
@@ -786,6 +790,7 @@ struct Maps {
     exempt: HashMap<MapData, u64, u32>,
     usage: Array<MapData, Usage>,
     objects: HashMap<MapData, ObjectKey, Object>,
+    clients: HashMap<MapData, u32, Client>,
     accounts: HashMap<MapData, AccountKey, u64>,
     in_flight: HashMap<MapData, u32, InFlight>,
     counters: PerCpuArray<MapData, u64>,
@@ -808,6 +813,7 @@ impl Maps {
             exempt: take(ebpf, "EXEMPT")?,
             usage: take(ebpf, "USAGE")?,
             objects: take(ebpf, "OBJECTS")?,
+            clients: take(ebpf, "CLIENTS")?,
             accounts: take(ebpf, "ACCOUNTS")?,
             in_flight: take(ebpf, "IN_FLIGHT")?,
             counters: take(ebpf, "COUNTERS")?,

@@ -135,9 +135,13 @@ fn accept(socket: &UnixListener, enroll: &Arc<dyn Enroll>, stop: &Arc<AtomicBool
             .stack_size(STACK)
             .spawn(move || {
                 let _slot = slot;
-                if let Err(error) = serve(&stream, enroll.as_ref(), &stop) {
-                    refuse(&stream, &error.to_string());
-                    warn!(%error, "a listener is not served");
+                match serve(&stream, enroll.as_ref(), &stop) {
+                    Ok(()) => {}
+                    Err(error @ NotifyError::Silent) => debug!("{error}"),
+                    Err(error) => {
+                        refuse(&stream, &error.to_string());
+                        warn!(%error, "a listener is not served");
+                    }
                 }
             });
         if let Err(error) = spawned {

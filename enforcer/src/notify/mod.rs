@@ -43,6 +43,9 @@ pub enum NotifyError {
     /// A message is not as the protocol says.
     #[error("the peer of the listener socket sent something else than the protocol says: {0}")]
     Protocol(String),
+    /// The peer has hung up without a word: runtimes look that way whether the socket is there.
+    #[error("the peer of the listener socket hung up without sending anything")]
+    Silent,
     /// The command cannot be run.
     #[error("{command}: {source}")]
     Command {

@@ -114,6 +114,9 @@ pub fn receive(stream: &UnixStream) -> Result<(ProcessState, OwnedFd), NotifyErr
         }
         let bytes = message.bytes;
         length += bytes;
+        if length == 0 && fds.is_empty() {
+            return Err(NotifyError::Silent);
+        }
         match serde_json::from_slice::<ProcessState>(&text[..length]) {
             Ok(state) => return pick(state, fds),
             Err(error) if error.is_eof() && bytes > 0 && length < text.len() => {}
@@ -174,6 +177,13 @@ mod tests {
             "state":{"ociVersion":"1.0.2","id":"c","status":"creating","bundle":"/b"}}"#;
         let state: ProcessState = serde_json::from_str(text).expect("understood");
         assert_eq!((state.pid, state.state.id.as_str()), (42, "c"));
+    }
+
+    #[test]
+    fn who_only_looks_whether_the_socket_is_there_sends_nothing_wrong() {
+        let (ours, theirs) = UnixStream::pair().expect("sockets");
+        drop(ours);
+        assert!(matches!(receive(&theirs), Err(NotifyError::Silent)));
     }
 
     #[test]

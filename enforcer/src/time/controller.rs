@@ -344,7 +344,7 @@ impl Worker {
     }
 
     fn run(mut self, inbox: &Receiver<Message>) {
-        self.engine.replace(self.kernel.objects());
+        self.engine.replace(self.kernel.structure());
         let mut wait = Duration::ZERO;
         loop {
             let first = match inbox.recv_timeout(wait) {
@@ -372,7 +372,7 @@ impl Worker {
                 self.published = None;
             }
             if self.shared.resync.swap(false, Ordering::Relaxed) {
-                self.engine.replace(self.kernel.objects());
+                self.engine.replace(self.kernel.structure());
             }
             let probed = self.look_at_launches();
             wait = self.engine.step(&mut self.levers);
@@ -421,7 +421,7 @@ impl Worker {
         let now = self.levers.now();
         match message {
             Message::Event(event) => self.event(&event, now),
-            Message::Resync => self.engine.replace(self.kernel.objects()),
+            Message::Resync => self.engine.replace(self.kernel.structure()),
             Message::Utilization(news) => self.utilization(news, now),
             Message::Stranger(place, tenant, why) => {
                 self.engine.stranger(place, tenant, why);

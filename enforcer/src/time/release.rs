@@ -41,7 +41,7 @@ impl Ledger for &Kernel {
         Kernel::frozen(self)
     }
     fn channels(&self, client: u32, gpu: u32) -> Vec<u32> {
-        channels(self.objects(), client, gpu)
+        channels(self.objects_of(client).into_iter(), client, gpu)
     }
     fn clear(&mut self, key: FrozenKey) -> Result<(), KernelError> {
         self.clear_frozen(key)

@@ -128,9 +128,19 @@ impl Bed {
         fs::write(self.scratch("gpuquota.toml"), text).expect("settings");
     }
 
+    /// The daemon's settings.
+    pub fn settings(&self) -> PathBuf {
+        self.scratch("gpuquota.toml")
+    }
+
+    /// Where the programs of this build are.
+    pub fn binaries(&self) -> &Path {
+        &self.binaries
+    }
+
     /// Appends to the daemon's settings; takes effect at the next start.
     pub fn add_settings(&self, text: &str) {
-        let path = self.scratch("gpuquota.toml");
+        let path = self.settings();
         let settings = fs::read_to_string(&path).expect("settings") + text;
         fs::write(path, settings).expect("settings");
     }
@@ -145,6 +155,25 @@ impl Bed {
         );
         assert_ne!(changed, settings, "set already");
         fs::write(path, changed).expect("settings");
+    }
+
+    /// Restarts the daemon with metrics, and returns where they are.
+    pub fn offer_metrics(&mut self) -> String {
+        self.signal_daemon(libc::SIGTERM);
+        self.add_settings("[metrics]\naddress = \"127.0.0.1:0\"\n");
+        self.start();
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let log = self.log();
+            let found = log
+                .lines()
+                .find_map(|line| line.split("metrics at http://").nth(1));
+            if let Some(found) = found {
+                return found.split('/').next().unwrap_or_default().to_owned();
+            }
+            assert!(Instant::now() < end, "no metrics:\n{log}");
+            thread::sleep(Duration::from_millis(10));
+        }
     }
 
     /// A command of this build, in the environment of the GPUs.
@@ -539,6 +568,16 @@ impl Drop for Actor {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// A tool that `scripts/setup.sh` has unpacked beside this build, or that the host has.
+pub fn tool(name: &str) -> PathBuf {
+    let unpacked = built_directory()
+        .parent()
+        .map(|target| target.join("tools/usr/bin").join(name));
+    unpacked
+        .filter(|path| path.exists())
+        .unwrap_or_else(|| name.into())
 }
 
 /// Path of a binary of this build.

@@ -11,10 +11,10 @@ use std::{
     net::TcpStream,
     process::{Command, Stdio},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use gpuquota_native_tests::{Bed, PATIENCE};
+use gpuquota_native_tests::{Bed, tool};
 
 const GIB: f64 = 1_073_741_824.0;
 
@@ -24,22 +24,8 @@ const TWO: &str = "[tenant.a]\ncgroup = \"@/a.slice\"\nclass = \"guaranteed\"\nm
 /// A bed whose daemon offers metrics, and where.
 fn bed() -> (Bed, String) {
     let mut bed = Bed::new(TWO);
-    bed.signal_daemon(libc::SIGTERM);
-    bed.add_settings("[metrics]\naddress = \"127.0.0.1:0\"\n");
-    bed.start();
-    let end = Instant::now() + PATIENCE;
-    loop {
-        let log = bed.log();
-        let found = log
-            .lines()
-            .find_map(|line| line.split("metrics at http://").nth(1));
-        if let Some(found) = found {
-            let address = found.split('/').next().expect("an address").to_owned();
-            return (bed, address);
-        }
-        assert!(Instant::now() < end, "no metrics:\n{log}");
-        thread::sleep(Duration::from_millis(10));
-    }
+    let address = bed.offer_metrics();
+    (bed, address)
 }
 
 fn scrape(address: &str) -> String {
@@ -95,18 +81,15 @@ fn samples(text: &str) -> BTreeMap<String, f64> {
     samples
 }
 
-/// The linter of Prometheus, where it is installed (Debian: prometheus). The parser above checks the format in
-/// any case.
+/// The linter of Prometheus.
 fn lint(text: &str) {
-    let Ok(mut promtool) = Command::new("promtool")
+    let mut promtool = Command::new(tool("promtool"))
         .args(["check", "metrics"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
-    else {
-        return;
-    };
+        .expect("promtool, which scripts/setup.sh unpacks");
     promtool
         .stdin
         .take()

@@ -116,6 +116,14 @@ The change takes effect at once and is kept in a drop-in; files of the administr
     Policy(PolicyCommand),
     /// Tell what this host offers, what is in use, and why the rest is not
     Doctor(Json),
+    /// Make tenants of the pods of a Kubernetes node, by their annotations
+    #[command(after_help = "\
+A pod with annotations such as
+  gpuquota.org/memory.max: 20GiB
+  gpuquota.org/class: burstable
+becomes a tenant named NAMESPACE.NAME whose cgroup is the pod's. The tenants are kept in a policy file of their own,
+which is written anew when they change. A pod whose annotations are wrong is reported and passed over.")]
+    KubernetesSync(KubernetesArgs),
     /// Show the versions of this program and of the daemon
     Version(Json),
     /// Print a completion script for a shell
@@ -201,6 +209,46 @@ pub struct TopArgs {
     /// Width of the frame of --once in columns
     #[arg(long, requires = "once", value_name = "COLUMNS")]
     pub width: Option<u16>,
+}
+
+/// How pods are found, and where their tenants go.
+#[derive(Debug, Args)]
+pub struct KubernetesArgs {
+    /// Only pods of this node
+    #[arg(long, value_name = "NAME", env = "NODE_NAME")]
+    pub node: Option<String>,
+    /// Look once and end
+    #[arg(long)]
+    pub once: bool,
+    /// Seconds between two looks, from 0.1
+    #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = interval)]
+    pub interval: Duration,
+    /// How the kubelet names cgroups
+    #[arg(long, value_enum, default_value_t = Driver::Auto)]
+    pub cgroup_driver: Driver,
+    /// The kubelet's own setting cgroupRoot
+    #[arg(long, value_name = "PATH", default_value = "/")]
+    pub cgroup_root: String,
+    /// The program that asks the API server
+    #[arg(long, value_name = "PROGRAM", default_value = "kubectl", value_hint = ValueHint::ExecutablePath)]
+    pub kubectl: PathBuf,
+    /// The policy file to write, instead of 80-kubernetes.toml in the daemon's directory for this boot
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub file: Option<PathBuf>,
+    /// Settings of the daemon, which name the directories
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub config: Option<PathBuf>,
+}
+
+/// How the kubelet names cgroups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Driver {
+    /// As what is there shows
+    Auto,
+    /// Slices of systemd
+    Systemd,
+    /// Plain folders
+    Cgroupfs,
 }
 
 /// Which policy files.

@@ -45,6 +45,9 @@ pub enum Error {
     /// A command could not be run inside a tenant.
     #[error(transparent)]
     Run(#[from] NotifyError),
+    /// The pods of the node.
+    #[error("the pods of the node are not known: {0}")]
+    Kubernetes(String),
     /// The runtime for calls to the daemon.
     #[error("cannot start: {0}")]
     Start(io::Error),
@@ -77,6 +80,7 @@ impl Error {
             Self::Client(_)
             | Self::File { .. }
             | Self::NoSuchTenant(_)
+            | Self::Kubernetes(_)
             | Self::Output(_)
             | Self::Start(_) => 1,
         }
@@ -127,7 +131,10 @@ fn run_code(error: &NotifyError) -> u8 {
             _ => 1,
         },
         NotifyError::Rejected(_) => NOT_PERMITTED,
-        NotifyError::Filter(_) | NotifyError::Protocol(_) | NotifyError::System { .. } => 1,
+        NotifyError::Filter(_)
+        | NotifyError::Silent
+        | NotifyError::Protocol(_)
+        | NotifyError::System { .. } => 1,
     }
 }
 

@@ -4,6 +4,7 @@ mod args;
 mod change;
 mod error;
 mod generate;
+mod kubernetes;
 mod launches;
 mod monitor;
 mod output;
@@ -89,6 +90,7 @@ async fn dispatch(bus: &Bus, verb: Verb) -> Result<(), Error> {
             json,
         }) => policy::explain(&files, &tenant, gpu.as_ref(), bus, json.json).await,
         Verb::Doctor(json) => read::doctor(bus, json.json).await,
+        Verb::KubernetesSync(arguments) => kubernetes::sync(bus, &arguments).await,
         Verb::Version(json) => read::version(bus, json.json).await,
         Verb::Completions { shell } => generate::completions(shell),
         Verb::Man { directory } => generate::man(&directory),

@@ -1,0 +1,135 @@
+//! Clients that ask for nonsense, for much, and for ever: the daemon neither blocks nor grows, and enforces meanwhile.
+
+use std::{
+    fs,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+};
+
+use gpuquota_enforcer::{client::Client, config::Bus, control::QuotaChange};
+use gpuquota_native_tests::Bed;
+
+const MIB: u64 = 1 << 20;
+const POLICY: &str = "[tenant.a]\ncgroup = \"@/a.slice\"\nmemory.max = \"3GiB\"\n";
+
+fn resident(pid: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("the daemon lives");
+    let kib = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))
+        .and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok())
+        .expect("VmRSS");
+    kib << 10
+}
+
+fn change(tenant: &str, gpu: Option<&str>, key: &str, value: &str) -> QuotaChange {
+    QuotaChange {
+        tenant: tenant.into(),
+        gpu: gpu.map(str::to_owned),
+        properties: vec![(key.into(), value.into())],
+        runtime: true,
+    }
+}
+
+/// Calls that must all fail, one after the other; returns how many there were.
+async fn ask_nonsense(client: &Client, long: &str) -> u64 {
+    let nonsense = [
+        change("nobody", None, "memory.max", "1GiB"),
+        change("a", Some("99"), "memory.max", "1GiB"),
+        change("a", None, "memory.max", "-1"),
+        change("a", None, "memory.max", "1.5"),
+        change("a", None, "memory.max", "99999999999999999999GiB"),
+        change("a", None, "memory.maximum", "1GiB"),
+        change("../../etc/passwd", None, "memory.max", "1GiB"),
+        change("a", None, "memory.max", "1GiB\"\n[tenant.b]\ncgroup = \"/"),
+        change(long, None, "memory.max", "1GiB"),
+        change("a", None, "memory.max", long),
+    ];
+    for change in &nonsense {
+        client.set_quota(change).await.expect_err("nonsense");
+    }
+    client.tenant("nobody").await.expect_err("unknown");
+    client.tenant(long).await.expect_err("too long");
+    client.tenant_by_pid(0).await.expect_err("no process");
+    client
+        .reset_quota("nobody", &[])
+        .await
+        .expect_err("unknown");
+    nonsense.len() as u64 + 4
+}
+
+#[test]
+fn ten_thousand_calls_and_nonsense_neither_block_nor_grow_the_daemon() {
+    let bed = Bed::new(POLICY);
+    let mut actor = bed.actor("a");
+    assert!(actor.tell("alloc 64MiB").starts_with("allocated"));
+    let generation = bed.call(async |client| client.policy_generation().await);
+    let generation = generation.expect("a generation");
+    let bus: Bus = bed.bus().parse().expect("an address");
+    let stop = Arc::new(AtomicBool::new(false));
+    let calls = Arc::new(AtomicU64::new(0));
+    let askers: Vec<_> = (0..6)
+        .map(|number| {
+            let (bus, stop, calls) = (bus.clone(), Arc::clone(&stop), Arc::clone(&calls));
+            thread::spawn(move || {
+                let runtime = tokio::runtime::Builder::new_current_thread()
+                    .enable_all()
+                    .build()
+                    .expect("a runtime");
+                runtime.block_on(async {
+                    let client = Client::connect(&bus).await.expect("connected");
+                    // One of them with a megabyte in each string, the others as fast as they get answers.
+                    let long = "x".repeat(if number == 0 { 1 << 20 } else { 1 });
+                    while !stop.load(Ordering::Relaxed) {
+                        let asked = if number < 2 {
+                            ask_nonsense(&client, &long).await
+                        } else {
+                            client.version().await.expect("a version");
+                            client.tenant("a").await.expect("a tenant");
+                            2
+                        };
+                        calls.fetch_add(asked, Ordering::Relaxed);
+                    }
+                });
+            })
+        })
+        .collect();
+    // What a call may cost for a while (buffers, an allocator's caches) is there after the first thousands.
+    while calls.load(Ordering::Relaxed) < 1000 {
+        thread::yield_now();
+    }
+    let before = resident(bed.daemon_pid());
+    while calls.load(Ordering::Relaxed) < 11_000 {
+        // Neither blocked …
+        assert!(actor.tell("alloc 4GiB").starts_with("out of memory"));
+        assert!(actor.tell("alloc 64MiB").starts_with("allocated"));
+        assert!(actor.tell("free --newest 1").starts_with("freed"));
+        // … nor for others.
+        assert_eq!(bed.tenant("a").name, "a");
+    }
+    let after = resident(bed.daemon_pid());
+    stop.store(true, Ordering::Relaxed);
+    for asker in askers {
+        asker.join().expect("asked to its end");
+    }
+    assert!(
+        after < before + 16 * MIB,
+        "it grew from {before} to {after} bytes"
+    );
+    // Nothing of the nonsense came into force.
+    assert_eq!(
+        bed.call(async |client| client.policy_generation().await)
+            .expect("a generation"),
+        generation
+    );
+    assert_eq!(bed.usage("a", 0).memory_max, Some(3 << 30));
+    println!(
+        "{} calls, resident {} to {} KiB",
+        calls.load(Ordering::Relaxed),
+        before >> 10,
+        after >> 10
+    );
+}
