@@ -81,6 +81,12 @@ pub struct GpuSample {
     pub memory_used_by_processes: Option<u64>,
     /// Bytes in the ledger, each counted once: those of governed processes and of the others.
     pub ledger: u64,
+    /// What the board draws, milliwatts.
+    pub power_mw: Option<u32>,
+    /// What the board has used since the driver was loaded, millijoules.
+    pub energy_mj: Option<u64>,
+    /// Joules of the board that nobody used, and those of processes in no tenant, since tenants use the GPU.
+    pub energy_of_none_and_others: Option<(f64, f64)>,
 }
 
 /// A tenant.
@@ -288,6 +294,41 @@ fn gpus(out: &mut Exposition, gpus: &[GpuSample]) {
         "What processes use by NVML, less the ledger. Contexts and what was there before the daemon are in it.",
         |gpu| Some(bytes(gpu.memory_used_by_processes?) - bytes(gpu.ledger)),
     );
+    per_gpu(
+        "gpuquota_gpu_power_watts",
+        "What the board draws, by NVML.",
+        |gpu| Some(f64::from(gpu.power_mw?) / 1000.0),
+    );
+    energy(out, gpus);
+}
+
+fn energy(out: &mut Exposition, gpus: &[GpuSample]) {
+    let board = out.family(
+        "gpuquota_gpu_energy_joules_total",
+        Kind::Counter,
+        "What the board has used since the driver was loaded, by NVML.",
+    );
+    for gpu in gpus {
+        if let Some(millijoules) = gpu.energy_mj {
+            board.labelled(
+                &[("gpu", &gpu.index.to_string())],
+                bytes(millijoules) / 1000.0,
+            );
+        }
+    }
+    let apart = out.family(
+        "gpuquota_gpu_energy_apart_joules_total",
+        Kind::Counter,
+        "Energy of no tenant since tenants use the GPU: drawn while nobody used it (idle), or by processes in no tenant (others).",
+    );
+    for gpu in gpus {
+        let index = gpu.index.to_string();
+        if let Some((none, others)) = gpu.energy_of_none_and_others {
+            for (user, joules) in [("idle", none), ("others", others)] {
+                apart.labelled(&[("gpu", &index), ("user", user)], joules);
+            }
+        }
+    }
 }
 
 fn tenants(out: &mut Exposition, tenants: &[TenantSample]) {
@@ -388,6 +429,12 @@ fn gpu_time(out: &mut Exposition, tenants: &[TenantSample]) {
         Kind::Counter,
         "GPU time used since the daemon knows the tenant, nested tenants included.",
         |time| time.used.as_secs_f64(),
+    );
+    family(
+        "gpuquota_tenant_gpu_energy_joules_total",
+        Kind::Counter,
+        "Energy of the board by the tenant's GPU time, without what the board draws idle; nested tenants included.",
+        |time| time.energy_joules,
     );
     family(
         "gpuquota_tenant_gpu_time_share_ratio",
@@ -589,6 +636,9 @@ mod tests {
                     memory_used: Some(3 << 30),
                     memory_used_by_processes: Some(2 << 30),
                     ledger: 3 << 30,
+                    power_mw: Some(71_500),
+                    energy_mj: Some(3_000_500),
+                    energy_of_none_and_others: Some((70.0, 0.5)),
                 },
                 GpuSample {
                     index: 1,

@@ -28,6 +28,10 @@ pub struct TenantTime {
     pub slices: Vec<(u32, u64)>,
     /// Time in which the tenant had work and could not do it.
     pub pressure: Pressure,
+    /// Energy by its GPU time, joules since the daemon knows the tenant, nested tenants included.
+    pub energy_joules: f64,
+    /// Power by its GPU time, watts over the last ten seconds or so.
+    pub power_watts: f64,
     /// Scheduling controls that the tenant's processes issued themselves.
     pub own_controls: u64,
     /// Processes whose time is not controlled.

@@ -43,6 +43,10 @@ pub struct TimeDict {
     #[serde(with = "as_value")]
     pressure_full: AveragesTuple,
     #[serde(with = "as_value")]
+    energy_joules: f64,
+    #[serde(with = "as_value")]
+    power_watts: f64,
+    #[serde(with = "as_value")]
     own_controls: u64,
     #[serde(with = "as_value")]
     uncontrolled: Vec<(u32, String)>,
@@ -91,6 +95,8 @@ impl From<TenantTime> for TimeDict {
             slices: time.slices,
             pressure_some: averages(time.pressure.some),
             pressure_full: averages(time.pressure.full),
+            energy_joules: time.energy_joules,
+            power_watts: time.power_watts,
             own_controls: time.own_controls,
             uncontrolled: uncontrolled(time.uncontrolled),
         }
@@ -112,6 +118,8 @@ impl From<TimeDict> for TenantTime {
                 some: averages_back(dict.pressure_some),
                 full: averages_back(dict.pressure_full),
             },
+            energy_joules: dict.energy_joules,
+            power_watts: dict.power_watts,
             own_controls: dict.own_controls,
             uncontrolled: uncontrolled_back(dict.uncontrolled),
         }
@@ -157,6 +165,8 @@ mod tests {
                 },
                 full: Averages::default(),
             },
+            energy_joules: 1234.5,
+            power_watts: 350.0,
             own_controls: 1,
             uncontrolled: vec![Uncontrolled {
                 pid: 7,

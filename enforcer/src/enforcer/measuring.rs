@@ -176,6 +176,12 @@ impl Enforcer {
                     memory_used: seen.map(|card| card.memory_used),
                     memory_used_by_processes: seen.and_then(used_by_processes),
                     ledger: ledger.get(&gpu.card.index).copied().unwrap_or(0),
+                    power_mw: seen.and_then(|card| card.power_mw),
+                    energy_mj: seen.and_then(|card| card.energy_mj),
+                    energy_of_none_and_others: self
+                        .time
+                        .energy_of_none_and_others(gpu.card.index)
+                        .map(|(none, others)| (none.joules, others.joules)),
                 }
             })
             .collect()
@@ -310,6 +316,8 @@ mod tests {
             minor: 0,
             memory_total: 0,
             memory_used: 0,
+            power_mw: None,
+            energy_mj: None,
             processes,
         };
         assert_eq!(used_by_processes(&card(vec![])), Some(0));

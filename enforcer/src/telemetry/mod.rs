@@ -46,6 +46,10 @@ pub struct Card {
     pub memory_total: u64,
     /// Bytes in use.
     pub memory_used: u64,
+    /// What the board draws, milliwatts; absent where it does not tell.
+    pub power_mw: Option<u32>,
+    /// What the board has used since the driver was loaded, millijoules; absent where it does not count.
+    pub energy_mj: Option<u64>,
     /// Processes with a context: process id and bytes, absent where NVML does not tell.
     pub processes: Vec<(u32, Option<u64>)>,
 }

@@ -61,6 +61,8 @@ fn card(index: u32, device: &Device<'_>) -> Result<Card, NvmlError> {
         minor: device.minor_number()?,
         memory_total: memory.total,
         memory_used: memory.used,
+        power_mw: device.power_usage().ok(),
+        energy_mj: device.total_energy_consumption().ok(),
         processes,
     })
 }

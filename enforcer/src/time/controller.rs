@@ -21,7 +21,9 @@ use gpuquota_common::{
 use tracing::{error, info, warn};
 
 use super::{
+    energy::Spent,
     engine::{Engine, Levers as _, Settings},
+    gpu::Told,
     handles::Place,
     levers::DriverLevers,
     release,
@@ -92,6 +94,8 @@ struct Shared {
     status: Mutex<Status>,
     /// What an admin has to know, by GPU.
     notes: Mutex<Vec<(u32, String)>>,
+    /// Energy of nobody and of processes in no tenant, by GPU.
+    energy: Mutex<BTreeMap<u32, (Spent, Spent)>>,
     /// For bug reports.
     dump: Mutex<serde_json::Value>,
     /// A policy that came into force.
@@ -287,6 +291,16 @@ impl TimeControl {
             .clone()
     }
 
+    /// Energy of a GPU that nobody used, and that of processes in no tenant; `None` where it is not known.
+    pub fn energy_of_none_and_others(&self, gpu: u32) -> Option<(Spent, Spent)> {
+        self.shared
+            .energy
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&gpu)
+            .copied()
+    }
+
     /// The state for bug reports.
     pub fn dump(&self) -> serde_json::Value {
         self.shared
@@ -473,10 +487,15 @@ impl Worker {
                 gpu,
                 known_us,
                 busy,
+                energy_mj,
             } => {
                 self.unknown.remove(&gpu);
-                self.engine
-                    .used(gpu, known_us, &busy, now, self.levers.wall_us());
+                let told = Told {
+                    known_us,
+                    busy: &busy,
+                    energy_mj,
+                };
+                self.engine.used(gpu, &told, now, self.levers.wall_us());
             }
             Utilization::Unknown { gpu, why } => {
                 if self.unknown.insert(gpu, why.clone()).is_none() {
@@ -550,6 +569,8 @@ impl Worker {
                         time.share_10s = share(10);
                         time.share_60s = share(60);
                         time.pressure = account.pressure.into();
+                        time.energy_joules = account.energy.joules;
+                        time.power_watts = account.energy.watts;
                     }
                     time.frozen = state
                         .reasons(self.engine.rules(), *tenant)
@@ -577,6 +598,11 @@ impl Worker {
                 status.insert((*tenant, *gpu), time);
             }
         }
+        *self
+            .shared
+            .energy
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = self.engine.energy_of_none_and_others();
         let mut notes: Vec<(u32, String)> = self
             .unknown
             .iter()

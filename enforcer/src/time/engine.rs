@@ -14,9 +14,9 @@ use gpuquota_common::{
 use tracing::{debug, info, warn};
 
 use super::{
-    account::Busy,
     act::{ActError, Client},
-    gpu::{Context, Gpu, Member, chain},
+    energy::Spent,
+    gpu::{Context, Gpu, Member, Told, chain},
     handles::{Held, Place, Registry},
     rules::{Reason, Rules},
 };
@@ -209,14 +209,9 @@ impl Engine {
     }
 
     /// What the driver says of the use of a GPU.
-    pub fn used(&mut self, gpu: u32, known_us: u64, busy: &[Busy], now: Duration, wall_us: u64) {
+    pub fn used(&mut self, gpu: u32, told: &Told<'_>, now: Duration, wall_us: u64) {
         let context = context(self.settings, gpu, &self.rules, wall_us);
-        if self
-            .gpus
-            .entry(gpu)
-            .or_default()
-            .used(&context, known_us, busy, now)
-        {
+        if self.gpus.entry(gpu).or_default().used(&context, told, now) {
             self.slices_changed = true;
         }
     }
@@ -254,6 +249,14 @@ impl Engine {
     /// What is known of a GPU.
     pub fn gpu(&self, gpu: u32) -> Option<&Gpu> {
         self.gpus.get(&gpu)
+    }
+
+    /// Energy that nobody used and that of processes in no tenant, by GPU.
+    pub fn energy_of_none_and_others(&self) -> BTreeMap<u32, (Spent, Spent)> {
+        self.gpus
+            .iter()
+            .map(|(gpu, state)| (*gpu, state.energy_of_none_and_others()))
+            .collect()
     }
 
     /// Processes that are in a tenant itself and not controlled on a GPU, and why.

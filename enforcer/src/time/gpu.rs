@@ -8,6 +8,7 @@ use std::{
 use super::{
     account::{Busy, Meter},
     ceiling::{self, Ceiling},
+    energy::{Board, Spent},
     latency::{FROZEN_STEP, Squeeze, wait_for_turn},
     pressure::{self, Pressure, Use},
     priority::{self, Door, Ranked, Unwanted},
@@ -60,6 +61,8 @@ pub struct Account {
     pub meter: Meter,
     /// Time pressure.
     pub pressure: Pressure,
+    /// Energy.
+    pub energy: Spent,
     /// When it was frozen, microseconds since 1970; the last end is missing while it still is.
     frozen: VecDeque<(u64, Option<u64>)>,
 }
@@ -104,10 +107,24 @@ impl Account {
     }
 }
 
+/// What the driver tells of the use of a GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct Told<'a> {
+    /// Up to when, microseconds since 1970.
+    pub known_us: u64,
+    /// GPU time since the last answer.
+    pub busy: &'a [Busy],
+    /// What the board has used so far, millijoules.
+    pub energy_mj: Option<u64>,
+}
+
 /// One GPU.
 #[derive(Clone, Debug, Default)]
 pub struct Gpu {
     members: Vec<Member>,
+    board: Board,
+    idle_energy: Spent,
+    other_energy: Spent,
     /// Tenants with members, and the tenants around them.
     present: BTreeSet<u32>,
     capped: BTreeMap<u32, Capped>,
@@ -284,13 +301,8 @@ impl Gpu {
     /// the tenant of a process that is not here any more, or not yet.
     ///
     /// Returns whether slices have to be divided anew.
-    pub fn used(
-        &mut self,
-        context: &Context<'_>,
-        known_us: u64,
-        busy: &[Busy],
-        now: Duration,
-    ) -> bool {
+    pub fn used(&mut self, context: &Context<'_>, told: &Told<'_>, now: Duration) -> bool {
+        let Told { known_us, busy, .. } = *told;
         let from_us = self.known_us;
         let tenants: BTreeMap<u32, u32> = self
             .members
@@ -318,7 +330,54 @@ impl Gpu {
         }
         self.measure(context, now);
         self.feel(context, (from_us, known_us), busy);
+        if let Some(counter_mj) = told.energy_mj {
+            let span = Duration::from_micros(known_us - from_us);
+            self.spend(context, span, busy, counter_mj, &tenants);
+        }
         self.target(context, now)
+    }
+
+    /// Divides the energy of a span by GPU time.
+    fn spend(
+        &mut self,
+        context: &Context<'_>,
+        span: Duration,
+        busy: &[Busy],
+        counter_mj: u64,
+        tenants: &BTreeMap<u32, u32>,
+    ) {
+        let all: u64 = busy.iter().map(|busy| busy.busy_us).sum();
+        let share = part(all, micros(span)).min(1.0);
+        let Some(split) = self.board.observe(counter_mj, span, share) else {
+            return;
+        };
+        let mut spent: BTreeMap<u32, f64> = BTreeMap::new();
+        let mut others = 0.0;
+        for busy in busy {
+            let joules = split.users * part(busy.busy_us, all);
+            match tenants.get(&busy.tgid) {
+                Some(tenant) => {
+                    for tenant in chain(context.rules, *tenant) {
+                        *spent.entry(tenant).or_default() += joules;
+                    }
+                }
+                None => others += joules,
+            }
+        }
+        self.idle_energy.add(split.idle, span);
+        self.other_energy.add(others, span);
+        for tenant in spent.keys() {
+            self.accounts.entry(*tenant).or_default();
+        }
+        for (tenant, account) in &mut self.accounts {
+            let joules = spent.get(tenant).copied().unwrap_or_default();
+            account.energy.add(joules, span);
+        }
+    }
+
+    /// Energy that nobody used, and energy of processes in no tenant.
+    pub fn energy_of_none_and_others(&self) -> (Spent, Spent) {
+        (self.idle_energy, self.other_energy)
     }
 
     /// The driver does not tell the use of this GPU.

@@ -8,6 +8,7 @@ pub mod act;
 pub mod adopt;
 pub mod ceiling;
 pub mod controller;
+pub mod energy;
 pub mod engine;
 pub mod gpu;
 pub mod handles;

@@ -38,6 +38,8 @@ pub enum Utilization {
         known_us: u64,
         /// What was used since the last answer.
         busy: Vec<Busy>,
+        /// What the board has used since the driver was loaded, millijoules; absent where the board does not count it.
+        energy_mj: Option<u64>,
     },
     /// NVML does not tell the use by process on this GPU.
     Unknown {
@@ -182,6 +184,7 @@ fn ask(
                 gpu,
                 known_us,
                 busy,
+                energy_mj: device.total_energy_consumption().ok(),
             }) {
                 return false;
             }

@@ -377,6 +377,8 @@ fn a_latency_target_squeezes_best_effort_tenants() {
 fn gpu_time_and_pressure_are_accounted() {
     let bed = Bed::new(&tenants(&[("a", "time.max = \"40%\""), ("b", "")]));
     let (mut actors, pids) = actors(&bed, &["a"]);
+    // What the board draws when nobody uses it is learned in this time.
+    thread::sleep(Duration::from_secs(5));
     saturate(&mut actors, Duration::from_secs(4));
     thread::sleep(Duration::from_secs(3));
     let time = bed.usage("a", 0).time.expect("time is controlled");
@@ -393,6 +395,13 @@ fn gpu_time_and_pressure_are_accounted() {
     let other = bed.usage("b", 0).time.expect("time is controlled");
     assert_eq!(other.used, Duration::ZERO);
     assert!(other.pressure.some.total.is_zero());
+    // The simulated board draws 75 W, and 550 W more while it works.
+    let wanted = 0.625 * truth;
+    assert!(
+        (time.energy_joules / wanted - 1.0).abs() < 0.4,
+        "{time:?}, {wanted} expected"
+    );
+    assert!(time.power_watts > 0.0 && other.energy_joules.abs() < 1e-9);
 }
 
 /// A daemon that is gone leaves nobody frozen: after the next start, and after what systemd runs.

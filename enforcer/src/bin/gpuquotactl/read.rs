@@ -257,6 +257,8 @@ fn time_text(tenant: &Tenant, screen: Screen) -> Option<String> {
         ("10s", Align::Right),
         ("60s", Align::Right),
         ("GPU TIME", Align::Right),
+        ("ENERGY", Align::Right),
+        ("POWER", Align::Right),
         ("WAITED 10s", Align::Right),
         ("FROZEN", Align::Left),
     ]);
@@ -278,6 +280,8 @@ fn time_text(tenant: &Tenant, screen: Screen) -> Option<String> {
             (percent(time.share_10s), Style::Plain),
             (percent(time.share_60s), Style::Plain),
             (format!("{:.1} s", time.used.as_secs_f64()), Style::Plain),
+            (joules(time.energy_joules), Style::Plain),
+            (format!("{:.0} W", time.power_watts), Style::Plain),
             (percent(time.pressure.some.avg10), Style::Plain),
             (frozen, style),
         ]);
@@ -292,6 +296,14 @@ fn time_text(tenant: &Tenant, screen: Screen) -> Option<String> {
         }
     }
     any.then(|| table.render(screen) + &notes)
+}
+
+fn joules(joules: f64) -> String {
+    if joules < 10_000.0 {
+        format!("{joules:.0} J")
+    } else {
+        format!("{:.1} kJ", joules / 1000.0)
+    }
 }
 
 fn percent(share: f64) -> String {

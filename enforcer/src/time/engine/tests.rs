@@ -10,6 +10,7 @@ use proptest::prelude::*;
 
 use super::{
     super::{
+        account::Busy,
         rules::{Rule, TenantRules},
         slices::LEAST_SLICE_US,
     },
@@ -211,9 +212,20 @@ fn live(engine: &mut Engine, model: &mut Model, span: Duration, late: Duration, 
                 .collect();
             measured.clone_from(&model.busy);
             next_measure = model.now + 100 * MS;
-            engine.used(0, to_us, &busy, model.now, to_us);
+            let told = Told {
+                known_us: to_us,
+                busy: &busy,
+                energy_mj: Some(energy_mj(model)),
+            };
+            engine.used(0, &told, model.now, to_us);
         }
     }
+}
+
+/// A board that draws 70 W, and 400 W more while it works.
+fn energy_mj(model: &Model) -> u64 {
+    let busy: Duration = model.busy.values().sum();
+    70 * micros(model.now) / 1000 + 400 * micros(busy) / 1000
 }
 
 /// Shares of a span.
@@ -499,6 +511,27 @@ fn pressure_is_what_a_ceiling_takes() {
     assert!((full - 0.75).abs() < 0.08, "{full}");
     let used = account.meter.total().as_secs_f64();
     assert!((used - 7.5).abs() < 0.5, "{used}");
+}
+
+#[test]
+fn energy_follows_gpu_time_and_adds_up_to_the_boards() {
+    // 3 to 1, and a third process in no tenant.
+    let (mut engine, mut model) = engine(&[rule(300), rule(100)], &[(10, 0), (11, 1)]);
+    model.busy.insert(99, Duration::ZERO);
+    let length = Duration::from_mins(1);
+    let before = energy_mj(&model);
+    live(&mut engine, &mut model, length, Duration::ZERO, true);
+    let gpu = engine.gpu(0).expect("the GPU");
+    let spent = |tenant| gpu.account(tenant).expect("an account").energy;
+    let (idle, others) = gpu.energy_of_none_and_others();
+    let ratio = spent(0).joules / spent(1).joules;
+    assert!((2.7..3.3).contains(&ratio), "{ratio}");
+    assert!(others.joules.abs() < 1e-9 && spent(0).watts > spent(1).watts);
+    let sum = spent(0).joules + spent(1).joules + idle.joules + others.joules;
+    // The first look only starts to count, and what came after the last one is not known yet.
+    #[expect(clippy::cast_precision_loss, reason = "a few kilojoules")]
+    let board = (energy_mj(&model) - before) as f64 / 1000.0;
+    assert!((sum / board - 1.0).abs() < 0.01, "{sum} of {board}");
 }
 
 #[test]

@@ -1,0 +1,145 @@
+//! Who used a card's energy: pure.
+//!
+//! NVML tells the energy of the whole board. What the board draws when nobody uses it is learned, and goes on beside any work
+//! for the time that nobody does; the rest is divided by GPU time. The parts always add up to what the board used.
+
+use std::time::Duration;
+
+/// Below this part of a span a GPU counts as idle, and its power as idle power.
+const IDLE: f64 = 0.005;
+/// How quickly learned idle power follows what is seen: this part of the difference at each look.
+const LEARN: f64 = 0.2;
+/// Watts are averaged over about so many seconds.
+const AVERAGED: f64 = 10.0;
+
+/// Energy of one user: joules so far, and watts of late.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Spent {
+    /// Joules since it is known.
+    pub joules: f64,
+    /// Watts, over the last ten seconds or so.
+    pub watts: f64,
+}
+
+impl Spent {
+    /// Adds what was used in a span; nothing is something to add too, since watts fall with it.
+    pub fn add(&mut self, joules: f64, span: Duration) {
+        let seconds = span.as_secs_f64();
+        if seconds <= 0.0 {
+            return;
+        }
+        self.joules += joules;
+        let old = (-seconds / AVERAGED).exp();
+        self.watts = self.watts * old + joules / seconds * (1.0 - old);
+    }
+}
+
+/// What a span's energy was used for, in joules.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Split {
+    /// Nobody's.
+    pub idle: f64,
+    /// To be divided by GPU time.
+    pub users: f64,
+}
+
+/// The energy of one board.
+#[derive(Clone, Debug, Default)]
+pub struct Board {
+    counter_mj: Option<u64>,
+    idle_watts: Option<f64>,
+}
+
+impl Board {
+    /// Takes the board's counter at the end of a span in which the part `busy` of its time was used. `None` at first, and after
+    /// the counter began anew (the driver was loaded again).
+    pub fn observe(&mut self, counter_mj: u64, span: Duration, busy: f64) -> Option<Split> {
+        let before = self.counter_mj.replace(counter_mj)?;
+        let seconds = span.as_secs_f64();
+        #[expect(clippy::cast_precision_loss, reason = "millijoules of one look")]
+        let used = counter_mj.checked_sub(before)? as f64 / 1000.0;
+        if seconds <= 0.0 {
+            return None;
+        }
+        let watts = used / seconds;
+        if busy < IDLE {
+            let learned = self.idle_watts.get_or_insert(watts);
+            *learned += (watts - *learned) * LEARN;
+            return Some(Split {
+                idle: used,
+                users: 0.0,
+            });
+        }
+        // Before idle power is known, idle time costs what the average time does.
+        let idle = self.idle_watts.unwrap_or(watts) * seconds * (1.0 - busy).clamp(0.0, 1.0);
+        let idle = idle.min(used);
+        Some(Split {
+            idle,
+            users: used - idle,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn idle_power_is_learned_and_stays_apart() {
+        let mut board = Board::default();
+        assert_eq!(board.observe(5_000, SECOND, 0.0), None);
+        for second in 1..=60 {
+            let split = board.observe(5_000 + second * 80_000, SECOND, 0.0);
+            assert_eq!(split.map(|split| split.users), Some(0.0));
+        }
+        // Half a second of work at 580 W, half a second idle at 80 W.
+        let split = board
+            .observe(5_000 + 60 * 80_000 + 330_000, SECOND, 0.5)
+            .expect("a split");
+        assert!((split.idle - 40.0).abs() < 0.1, "{split:?}");
+        assert!((split.users - 290.0).abs() < 0.1, "{split:?}");
+    }
+
+    #[test]
+    fn a_counter_that_begins_anew_is_no_energy() {
+        let mut board = Board::default();
+        board.observe(5_000, SECOND, 0.5);
+        assert_eq!(board.observe(10, SECOND, 0.5), None);
+        assert!(board.observe(20, SECOND, 0.5).is_some());
+    }
+
+    #[test]
+    fn watts_follow_and_fall() {
+        let mut spent = Spent::default();
+        for _ in 0..60 {
+            spent.add(300.0, SECOND);
+        }
+        assert!((spent.watts - 300.0).abs() < 2.0, "{spent:?}");
+        assert!((spent.joules - 18_000.0).abs() < 1e-6);
+        for _ in 0..60 {
+            spent.add(0.0, SECOND);
+        }
+        assert!(spent.watts < 2.0, "{spent:?}");
+    }
+
+    proptest! {
+        #[test]
+        fn parts_are_never_negative_and_add_up(steps in prop::collection::vec((0..1_000_000_u64, 0.0..=1.0_f64), 1..50)) {
+            let mut board = Board::default();
+            let mut counter = 0;
+            board.observe(counter, SECOND, 0.0);
+            for (more, busy) in steps {
+                counter += more;
+                let split = board.observe(counter, SECOND, busy).expect("a split");
+                prop_assert!(split.idle >= 0.0 && split.users >= 0.0);
+                #[expect(clippy::cast_precision_loss, reason = "small")]
+                let used = more as f64 / 1000.0;
+                prop_assert!((split.idle + split.users - used).abs() < 1e-6);
+            }
+        }
+    }
+}
