@@ -8,7 +8,7 @@ pub struct Event {
     pub kind: u32,
     /// Tenant of the caller, or `NO_TENANT`.
     pub tenant: u32,
-    /// GPU, or `NO_GPU`.
+    /// GPU, or `NO_GPU`; in events about memory the place, see `map::PLACES`.
     pub gpu: u32,
     /// Process; for [`kind::DENIED`] the thread, which is all that a supervisor knows.
     pub tgid: u32,
@@ -16,7 +16,7 @@ pub struct Event {
     pub client: u32,
     /// Object handle.
     pub handle: u32,
-    /// Tenant whose limit refused or was exceeded.
+    /// Tenant whose limit refused or was exceeded, or `RESERVATIONS`.
     pub limited_by: u32,
     /// Class of the object, or control command.
     pub class: u32,

@@ -3,7 +3,7 @@
 //! [`map`] and [`event`] hold the layouts that cross the border, with tests for size and offsets;
 //! [`op`] names the ledger operations that user space asks the kernel side to perform; [`nvidia`]
 //! is the driver's ABI as far as it is decoded, and [`rm`] decodes it, for both sides alike; [`launch`] is all of
-//! launch budgets, [`waiting`] of the queue of allocations that wait.
+//! launch budgets, [`waiting`] of the queue of allocations that wait, [`claim`] of what is reserved.
 #![no_std]
 #![allow(
     clippy::cast_possible_truncation,
@@ -14,6 +14,7 @@
               functions and for a target where `From` is no help"
 )]
 
+pub mod claim;
 pub mod event;
 pub mod launch;
 pub mod map;

@@ -34,14 +34,38 @@ pub const NO_TENANT: u32 = u32::MAX;
 /// "Not known" in every field that holds a GPU index.
 pub const NO_GPU: u32 = u32::MAX;
 
-/// Index into the usage array for a tenant on a GPU; the caller has checked both bounds.
+/// "The reservations of others" in every field that says whose limit is in the way.
+pub const RESERVATIONS: u32 = u32::MAX - 1;
+
+/// Kinds of memory with a budget of their own, times GPUs: see [`host_place`].
+///
+/// A place is where memory is charged. The first [`MAX_GPUS`] are the GPUs themselves.
+pub const PLACES: u32 = 2 * MAX_GPUS;
+
+/// The place where host memory is charged that is pinned for a GPU.
 #[inline(always)]
-pub const fn cell(tenant: u32, gpu: u32) -> u32 {
-    tenant * MAX_GPUS + gpu
+pub const fn host_place(gpu: u32) -> u32 {
+    if gpu < MAX_GPUS { MAX_GPUS + gpu } else { gpu }
+}
+
+/// The GPU of a place, and whether the memory is pinned host memory.
+#[inline(always)]
+pub const fn of_place(place: u32) -> (u32, bool) {
+    if place >= MAX_GPUS && place < PLACES {
+        (place - MAX_GPUS, true)
+    } else {
+        (place, false)
+    }
+}
+
+/// Index into the usage array for a tenant at a place; the caller has checked both bounds.
+#[inline(always)]
+pub const fn cell(tenant: u32, place: u32) -> u32 {
+    tenant * PLACES + place
 }
 
 /// Number of [`cell`]s.
-pub const CELLS: u32 = MAX_TENANTS * MAX_GPUS;
+pub const CELLS: u32 = MAX_TENANTS * PLACES;
 
 /// Index into a map that holds two policies, the one in force and the one being written.
 ///
@@ -123,7 +147,7 @@ pub mod row {
     pub const RETIRED: u32 = 2;
 }
 
-/// Limits of a tenant on one GPU, per policy bank. "No limit" is `u64::MAX`.
+/// Limits of a tenant at one place, per policy bank. "No limit" is `u64::MAX`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Budget {
@@ -149,7 +173,7 @@ pub mod on_max {
     pub const KILL: u32 = 2;
 }
 
-/// What a tenant uses on one GPU. Written by the kernel side only.
+/// What a tenant uses at one place. Written by the kernel side only.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
@@ -161,9 +185,19 @@ pub struct Usage {
     pub denials: u64,
     /// Allocations that went above the limit because nothing could refuse them.
     pub breaches: u64,
+    /// What limits are compared with: `memory`, reservations of nested tenants included; see [`crate::claim`].
+    pub claim: u64,
 }
 
-/// Key of an account: what one process has on one GPU at the expense of one tenant.
+/// What is claimed of a card, by all tenants and by processes in none. Written by the kernel side only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Card {
+    /// See [`crate::claim`].
+    pub claim: u64,
+}
+
+/// Key of an account: what one process has at one place at the expense of one tenant.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct AccountKey {
@@ -171,12 +205,12 @@ pub struct AccountKey {
     pub tgid: u32,
     /// Tenant index, or 0xffff for none.
     pub tenant: u16,
-    /// GPU index.
+    /// Place; see [`PLACES`].
     pub gpu: u16,
 }
 
 impl AccountKey {
-    /// Key for a tenant index that may be [`NO_TENANT`].
+    /// Key for a tenant index that may be [`NO_TENANT`], at a place.
     #[inline(always)]
     pub const fn new(tgid: u32, tenant: u32, gpu: u32) -> Self {
         Self {
@@ -211,8 +245,16 @@ pub mod kind {
     pub const CHANNEL_GROUP: u32 = 5;
     /// A channel.
     pub const CHANNEL: u32 = 6;
-    /// A second handle to somebody's video memory.
+    /// A second handle to somebody's memory.
     pub const DUP: u32 = 7;
+    /// Pinned host memory.
+    pub const HOST: u32 = 8;
+
+    /// Whether it is memory that is charged.
+    #[inline(always)]
+    pub const fn is_memory(kind: u32) -> bool {
+        matches!(kind, MEMORY | HOST)
+    }
 }
 
 /// A driver object that matters for a quota.
@@ -229,7 +271,7 @@ pub struct Object {
     pub tgid: u32,
     /// Tenant that pays, or [`NO_TENANT`].
     pub tenant: u32,
-    /// GPU it is on, or [`NO_GPU`].
+    /// GPU it is on, or [`NO_GPU`]; for memory the place where it is charged.
     pub gpu: u32,
     /// One of [`kind`].
     pub kind: u32,
@@ -239,7 +281,7 @@ pub struct Object {
     pub parent: u32,
     /// For a [`kind::DUP`]: the memory it stands for.
     pub source: ObjectKey,
-    /// For [`kind::MEMORY`]: handles that others hold on it. For a [`kind::CLIENT`]: 1 once another process has made an
+    /// For memory: handles that others hold on it. For a [`kind::CLIENT`]: 1 once another process has made an
     /// object in it.
     pub dups: u32,
     /// For a [`kind::CLIENT`]: the fd through which it was made.
@@ -352,7 +394,7 @@ pub struct InFlight {
     pub call: u32,
     /// Tenant of the caller, or [`NO_TENANT`].
     pub tenant: u32,
-    /// GPU, or [`NO_GPU`].
+    /// GPU, or [`NO_GPU`]; for memory the place where it is charged.
     pub gpu: u32,
     /// Client.
     pub client: u32,
@@ -410,7 +452,7 @@ pub struct Rewritten {
 pub mod call {
     /// Allocates an object without memory.
     pub const ALLOC_OBJECT: u32 = 1;
-    /// Allocates video memory.
+    /// Allocates video memory or pinned host memory.
     pub const ALLOC_MEMORY: u32 = 2;
     /// Frees an object.
     pub const FREE: u32 = 3;
@@ -514,7 +556,7 @@ pub mod counter {
 #[cfg(feature = "user")]
 mod pod {
     use super::{
-        AccountKey, Budget, Client, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey, Process,
+        AccountKey, Budget, Card, Client, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey, Process,
         Refusal, Rewritten, Settings, TenantRow, Usage,
     };
 
@@ -525,7 +567,7 @@ mod pod {
         )*};
     }
     pod!(
-        AccountKey, Budget, Client, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey, Process,
+        AccountKey, Budget, Card, Client, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey, Process,
         Refusal, Rewritten, Settings, TenantRow, Usage
     );
 }
@@ -541,7 +583,8 @@ mod tests {
         assert_eq!(size_of::<Settings>(), 32);
         assert_eq!(size_of::<TenantRow>(), 8);
         assert_eq!(size_of::<Budget>(), 32);
-        assert_eq!(size_of::<Usage>(), 32);
+        assert_eq!(size_of::<Usage>(), 40);
+        assert_eq!(size_of::<Card>(), 8);
         assert_eq!(size_of::<AccountKey>(), 8);
         assert_eq!(size_of::<ObjectKey>(), 8);
         assert_eq!(size_of::<Object>(), 4 * 8 + 14 * 4);
@@ -573,7 +616,16 @@ mod tests {
     fn banks_do_not_meet() {
         assert_eq!(banked(6, CELLS - 1, CELLS), CELLS - 1);
         assert_eq!(banked(7, 0, CELLS), CELLS);
-        assert_eq!(cell(MAX_TENANTS - 1, MAX_GPUS - 1), CELLS - 1);
+        assert_eq!(cell(MAX_TENANTS - 1, PLACES - 1), CELLS - 1);
+    }
+
+    #[test]
+    fn a_place_knows_its_gpu() {
+        for gpu in 0..MAX_GPUS {
+            assert_eq!(of_place(gpu), (gpu, false));
+            assert_eq!(of_place(host_place(gpu)), (gpu, true));
+        }
+        assert_eq!(of_place(host_place(NO_GPU)), (NO_GPU, false));
     }
 
     #[test]

@@ -132,6 +132,15 @@ pub mod class {
     /// A channel on Blackwell (other).
     pub const BLACKWELL_CHANNEL_GPFIFO_B: u32 = 0xca6f;
 
+    /// Whether `class` is memory of the host that is pinned for the GPU.
+    #[inline(always)]
+    pub const fn is_host_memory(class: u32) -> bool {
+        matches!(
+            class,
+            NV01_MEMORY_SYSTEM | NV_MEMORY_EXTENDED_USER | NV01_MEMORY_SYSTEM_OS_DESCRIPTOR
+        )
+    }
+
     /// Whether `class` makes a client.
     #[inline(always)]
     pub const fn is_client(class: u32) -> bool {
@@ -359,6 +368,8 @@ pub mod nvos32 {
     pub const PARENT: usize = 4;
     /// Which function.
     pub const FUNCTION: usize = 8;
+    /// Address space; together with the function eight bytes.
+    pub const VASPACE: usize = 12;
     /// Status, out.
     pub const STATUS: usize = 20;
     /// The memory's handle, in every function below.
@@ -413,6 +424,12 @@ pub mod memparams {
     pub const REQUESTED: usize = 64;
     /// Granted size − 1, out.
     pub const LIMIT: usize = 88;
+}
+
+/// `NV_OS_DESC_MEMORY_ALLOCATION_PARAMS`: user pages to be pinned (40 bytes).
+pub mod osdesc {
+    /// Size − 1.
+    pub const LIMIT: usize = 24;
 }
 
 /// Allocation flags and attributes (`NVOS32_ALLOC_FLAGS_*`, `NVOS32_ATTR_*`).
@@ -657,6 +674,16 @@ pub const fn charge_for(size: u64, attr: u32) -> u64 {
         return !mask;
     }
     (size + mask) & !mask
+}
+
+/// Bytes of host memory that are pinned for a request of `size` bytes: whole pages. Saturates instead of wrapping.
+#[inline(always)]
+pub const fn pinned_for(size: u64) -> u64 {
+    const MASK: u64 = 4095;
+    if size > u64::MAX - MASK {
+        return !MASK;
+    }
+    (size + MASK) & !MASK
 }
 
 #[cfg(test)]

@@ -23,6 +23,8 @@ pub const ADOPT_PROCESS: u64 = 6;
 /// Take an object of such a process into the ledger, with its charge; one that is known stays as it is:
 /// `[ADOPT_OBJECT, client, handle, tgid, tenant, gpu, kind, class, parent, fd, bytes, cgroup]`.
 pub const ADOPT_OBJECT: u64 = 7;
+/// Reserve memory for a tenant at a place; one caller at a time: `[RESERVE, tenant, place, bytes]`.
+pub const RESERVE: u64 = 8;
 
 /// Whether the open file at a kernel address still is an open control file: `[IS_OPEN, address]`.
 pub const IS_OPEN: u64 = 8;

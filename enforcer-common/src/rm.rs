@@ -6,8 +6,8 @@
 use crate::{
     map::{ObjectKey, call, kind},
     nvidia::{
-        IoctlCmd, NVOS64_FLAGS_FINN, charge_for, class, heap, memparams, nr, nvos00, nvos32,
-        nvos54, nvos55, nvos64, xfer,
+        IoctlCmd, NVOS64_FLAGS_FINN, charge_for, class, heap, memparams, nr, nvos00, nvos02,
+        nvos32, nvos54, nvos55, nvos64, osdesc, pinned_for, xfer,
     },
 };
 
@@ -57,7 +57,7 @@ pub struct Call {
     pub opaque: u32,
     /// 1 if `granted` points to the offset of the last byte, not to the size.
     pub granted_is_limit: u32,
-    /// Bytes of video memory that the call would take, rounded as the driver rounds.
+    /// Bytes that the call would take, rounded as the driver rounds.
     pub wanted: u64,
     /// Where the driver will have written the granted size, or 0.
     pub granted: u64,
@@ -75,19 +75,22 @@ const TOO_MUCH: u64 = 16 << 40;
 const TOO_HIGH_AND_WIDE: u64 = 0x00ff_ffff_00ff_ffff;
 /// A class that no driver has.
 const NO_CLASS: u64 = 0xffff_ffff;
+/// A function that the heap interface does not have.
+const NO_FUNCTION: u64 = 0xffff_ffff;
 
 /// Value of [`Call::call`] for a control command; never in flight.
 pub const CALL_CONTROL: u32 = 100;
 
 /// Whether a command can concern the ledger at all: the cheap test that comes before every other.
 ///
-/// The legacy `RM_ALLOC_MEMORY` is not among them: with the video memory class it makes a window on the whole
-/// card and takes no memory (measured on 580.159.04), and its other classes are host memory.
+/// The legacy `RM_ALLOC_MEMORY` pins host memory. With the video memory class it makes a window on the whole card and
+/// takes no memory (measured on 580.159.04), which [`decode`] passes over.
 #[inline(always)]
 pub const fn concerns_ledger(cmd: IoctlCmd) -> bool {
     matches!(
         (cmd.nr, cmd.size),
         (nr::RM_ALLOC, nvos64::SIZE | nvos64::SIZE_NVOS21)
+            | (nr::RM_ALLOC_MEMORY, nvos02::SIZE)
             | (nr::RM_FREE, nvos00::SIZE)
             | (nr::RM_CONTROL, nvos54::SIZE)
             | (nr::RM_DUP_OBJECT, nvos55::SIZE)
@@ -129,6 +132,7 @@ pub fn decode<M: CallerMemory>(
 ) -> Result<(), Unreadable> {
     match (cmd.nr, cmd.size) {
         (nr::RM_ALLOC, nvos64::SIZE | nvos64::SIZE_NVOS21) => rm_alloc(memory, cmd.size, arg, out),
+        (nr::RM_ALLOC_MEMORY, nvos02::SIZE) => alloc_memory(memory, arg, out),
         (nr::RM_FREE, nvos00::SIZE) => {
             let [client, _parent, handle] = memory.words::<3>(arg).ok_or(Unreadable)?;
             out.call = call::FREE;
@@ -181,19 +185,35 @@ fn rm_alloc<M: CallerMemory>(
     if out.class == class::NV01_DEVICE_0 && params != 0 {
         out.instance = memory.word(params).ok_or(Unreadable)?;
     }
-    if out.class != class::NV01_MEMORY_LOCAL_USER {
+    let pins = class::is_host_memory(out.class);
+    if out.class != class::NV01_MEMORY_LOCAL_USER && !pins {
         return Ok(());
     }
     out.call = call::ALLOC_MEMORY;
+    // The size may be out of reach, and hosts have more of it than cards: without its class the driver refuses the call.
+    out.lever = arg + nvos64::NEW as u64;
+    out.raised = u64::from(out.handle) | NO_CLASS << 32;
     if size == nvos64::SIZE {
         let flags = memory.word(arg + nvos64::FLAGS as u64).ok_or(Unreadable)?;
         if flags & NVOS64_FLAGS_FINN != 0 {
             out.opaque = 1;
-            // The size is not in reach. Handle and class are.
-            out.lever = arg + nvos64::NEW as u64;
-            out.raised = u64::from(out.handle) | NO_CLASS << 32;
             return Ok(());
         }
+    }
+    if out.class == class::NV01_MEMORY_SYSTEM_OS_DESCRIPTOR {
+        let limit = memory
+            .long(params + osdesc::LIMIT as u64)
+            .ok_or(Unreadable)?;
+        out.wanted = pinned_for(limit.saturating_add(1));
+        return Ok(());
+    }
+    if pins {
+        let requested = memory
+            .long(params + memparams::REQUESTED as u64)
+            .ok_or(Unreadable)?;
+        out.wanted = pinned_for(requested);
+        out.granted = params + memparams::REQUESTED as u64;
+        return Ok(());
     }
     let attr = memory
         .word(params + memparams::ATTR as u64)
@@ -209,10 +229,29 @@ fn rm_alloc<M: CallerMemory>(
     Ok(())
 }
 
+/// The legacy allocator: host memory by its size, with the class in the same structure.
+#[inline(always)]
+fn alloc_memory<M: CallerMemory>(memory: &M, arg: u64, out: &mut Call) -> Result<(), Unreadable> {
+    let [client, parent, handle, object_class] = memory.words::<4>(arg).ok_or(Unreadable)?;
+    if !class::is_host_memory(object_class) {
+        return Ok(());
+    }
+    let limit = memory.long(arg + nvos02::LIMIT as u64).ok_or(Unreadable)?;
+    out.call = call::ALLOC_MEMORY;
+    out.client = client;
+    out.parent = parent;
+    out.handle = handle;
+    out.class = object_class;
+    out.wanted = pinned_for(limit.saturating_add(1));
+    out.lever = arg + nvos02::NEW as u64;
+    out.raised = u64::from(handle) | NO_CLASS << 32;
+    Ok(())
+}
+
 /// The heap interface: the class of what it makes follows from flags and attributes.
 #[inline(always)]
 fn vid_heap<M: CallerMemory>(memory: &M, arg: u64, out: &mut Call) -> Result<(), Unreadable> {
-    let [client, parent, function] = memory.words::<3>(arg).ok_or(Unreadable)?;
+    let [client, parent, function, vaspace] = memory.words::<4>(arg).ok_or(Unreadable)?;
     let handle = memory.word(arg + nvos32::MEMORY as u64).ok_or(Unreadable)?;
     out.client = client;
     out.parent = parent;
@@ -237,12 +276,10 @@ fn vid_heap<M: CallerMemory>(memory: &M, arg: u64, out: &mut Call) -> Result<(),
     let attr = memory.word(arg + attr_at as u64).ok_or(Unreadable)?;
     let attr2 = memory.word(arg + second_attr_at as u64).ok_or(Unreadable)?;
     let location = (attr >> heap::ATTR_LOCATION_SHIFT) & heap::ATTR_LOCATION_MASK;
-    if flags & heap::FLAGS_VIRTUAL != 0
-        || attr2 & heap::ATTR2_USE_EGM != 0
-        || location != heap::ATTR_LOCATION_VIDMEM
-    {
+    if flags & heap::FLAGS_VIRTUAL != 0 {
         return Ok(());
     }
+    let pins = attr2 & heap::ATTR2_USE_EGM != 0 || location != heap::ATTR_LOCATION_VIDMEM;
     out.lever = arg + size_at as u64;
     out.raised = TOO_MUCH;
     let requested = if function == nvos32::FN_ALLOC_TILED {
@@ -259,9 +296,16 @@ fn vid_heap<M: CallerMemory>(memory: &M, arg: u64, out: &mut Call) -> Result<(),
         memory.long(arg + size_at as u64).ok_or(Unreadable)?
     };
     out.call = call::ALLOC_MEMORY;
-    out.class = class::NV01_MEMORY_LOCAL_USER;
-    out.wanted = charge_for(requested, attr);
     out.granted = arg + size_at as u64;
+    if pins {
+        out.class = class::NV01_MEMORY_SYSTEM;
+        out.wanted = pinned_for(requested);
+        out.lever = arg + nvos32::FUNCTION as u64;
+        out.raised = NO_FUNCTION | u64::from(vaspace) << 32;
+    } else {
+        out.class = class::NV01_MEMORY_LOCAL_USER;
+        out.wanted = charge_for(requested, attr);
+    }
     Ok(())
 }
 
@@ -273,6 +317,7 @@ pub const fn object_kind(object_class: u32) -> u32 {
         class::NV20_SUBDEVICE_0 => kind::SUBDEVICE,
         class::NV01_MEMORY_LOCAL_USER => kind::MEMORY,
         class::KEPLER_CHANNEL_GROUP_A => kind::CHANNEL_GROUP,
+        other if class::is_host_memory(other) => kind::HOST,
         other if class::is_client(other) => kind::CLIENT,
         other if class::is_channel(other) => kind::CHANNEL,
         _ => 0,
@@ -383,19 +428,57 @@ mod tests {
     }
 
     #[test]
-    fn heap_calls_that_take_no_video_memory_are_none_of_ours() {
-        for (flags, attr) in [
-            (heap::FLAGS_VIRTUAL, 0),
-            (0, 1 << heap::ATTR_LOCATION_SHIFT),
+    fn heap_calls_take_addresses_host_memory_or_video_memory() {
+        for (flags, attr, call, class) in [
+            (heap::FLAGS_VIRTUAL, 0, 0, 0),
+            (
+                0,
+                1 << heap::ATTR_LOCATION_SHIFT,
+                call::ALLOC_MEMORY,
+                class::NV01_MEMORY_SYSTEM,
+            ),
+            (0, 0, call::ALLOC_MEMORY, class::NV01_MEMORY_LOCAL_USER),
         ] {
             let mut memory = Fake::new(184);
             memory.put(nvos32::FUNCTION, nvos32::FN_ALLOC_SIZE);
             memory.put(nvos32::FLAGS, flags);
             memory.put(nvos32::ALLOC_SIZE_ATTR, attr);
             memory.put_long(nvos32::ALLOC_SIZE_SIZE, 1 << 30);
-            let call = decoded(&memory, nr::RM_VID_HEAP_CONTROL, nvos32::SIZE).expect("readable");
-            assert_eq!(call.call, 0);
+            let found = decoded(&memory, nr::RM_VID_HEAP_CONTROL, nvos32::SIZE).expect("readable");
+            assert_eq!((found.call, found.class), (call, class));
         }
+    }
+
+    #[test]
+    fn host_memory_is_pinned_in_three_ways() {
+        let mut system = memory_call((1 << 20) + 1);
+        system.put(nvos64::CLASS, class::NV01_MEMORY_SYSTEM);
+        let mut pages = memory_call(0);
+        pages.put(nvos64::CLASS, class::NV01_MEMORY_SYSTEM_OS_DESCRIPTOR);
+        pages.put_long(256 + osdesc::LIMIT, 1 << 20);
+        let mut legacy = Fake::new(64);
+        legacy.put(nvos02::CLASS, class::NV01_MEMORY_SYSTEM_OS_DESCRIPTOR);
+        legacy.put(nvos02::NEW, 7);
+        legacy.put_long(nvos02::LIMIT, 1 << 20);
+        for (memory, nr, size) in [
+            (&system, nr::RM_ALLOC, nvos64::SIZE),
+            (&pages, nr::RM_ALLOC, nvos64::SIZE),
+            (&legacy, nr::RM_ALLOC_MEMORY, nvos02::SIZE),
+        ] {
+            let call = decoded(memory, nr, size).expect("readable");
+            assert_eq!(call.call, call::ALLOC_MEMORY);
+            assert_eq!(object_kind(call.class), kind::HOST);
+            assert_eq!(call.wanted, (1 << 20) + 4096);
+        }
+    }
+
+    #[test]
+    fn a_window_on_the_card_takes_no_memory() {
+        let mut legacy = Fake::new(64);
+        legacy.put(nvos02::CLASS, class::NV01_MEMORY_LOCAL_USER);
+        legacy.put_long(nvos02::LIMIT, u64::MAX);
+        let call = decoded(&legacy, nr::RM_ALLOC_MEMORY, nvos02::SIZE).expect("readable");
+        assert_eq!(call.call, 0);
     }
 
     #[test]

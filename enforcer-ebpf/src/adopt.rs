@@ -2,7 +2,7 @@
 
 use gpuquota_common::{
     event,
-    map::{MAX_GPUS, NO_TENANT, Object, ObjectKey, Process, counter, kind, process_flags},
+    map::{Object, ObjectKey, PLACES, Process, counter, kind, process_flags},
     op::result,
 };
 
@@ -39,7 +39,7 @@ pub fn process(tgid: u32, start_ns: u64, tenant: u32, cgroup: u64) -> u32 {
 /// Takes an object into the ledger, with its charge. The memory is there already, so no limit is asked.
 #[inline(always)]
 pub fn object(key: ObjectKey, mut object: Object) -> u32 {
-    if object.kind == 0 || object.kind > kind::DUP {
+    if object.kind == 0 || object.kind > kind::HOST {
         return result::INVALID;
     }
     object.born_ns = now();
@@ -51,16 +51,14 @@ pub fn object(key: ObjectKey, mut object: Object) -> u32 {
         return result::FULL;
     }
     lists::link(key.client, key.handle);
-    if object.bytes > 0 && object.gpu < MAX_GPUS {
-        if object.tenant != NO_TENANT {
-            let _ = ledger::reserve(
-                settings().generation,
-                object.tenant,
-                object.gpu,
-                object.bytes,
-                true,
-            );
-        }
+    if object.bytes > 0 && object.gpu < PLACES {
+        let _ = ledger::reserve(
+            settings().generation,
+            object.tenant,
+            object.gpu,
+            object.bytes,
+            true,
+        );
         ledger::deposit(object.tgid, object.tenant, object.gpu, object.bytes);
     }
     result::OK

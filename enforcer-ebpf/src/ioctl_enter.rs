@@ -11,7 +11,7 @@ use aya_ebpf::{
 use gpuquota_common::{
     event::{self, Event},
     map::{
-        InFlight, MAX_GPUS, NO_GPU, NO_TENANT, Settings, call, counter, deny, device, refusal,
+        InFlight, NO_GPU, NO_TENANT, PLACES, Settings, call, counter, deny, device, refusal,
         settings_flags,
     },
     nvidia::{IoctlCmd, ctrl, status},
@@ -22,7 +22,7 @@ use crate::{
     file,
     ledger::{self, Decision, Request, Reserved},
     maps::{IN_FLIGHT, SETTINGS, count, daemon_alive, emit, now},
-    rm::{Caller, gpu_of},
+    rm::{Caller, place_of},
     task,
 };
 
@@ -108,7 +108,7 @@ fn enter(outer: IoctlCmd, outer_arg: u64, fd: u32) {
         cmd: kept.cmd,
         call: decoded.call,
         tenant,
-        gpu: gpu_of(settings, decoded),
+        gpu: place_of(settings, decoded),
         client: decoded.client,
         parent: decoded.parent,
         handle: decoded.handle,
@@ -214,7 +214,7 @@ fn refuses(settings: &Settings) -> bool {
 /// backend could refuse it, or its argument grew behind the backend's back: the exit hook charges and reports it.
 #[inline(always)]
 fn reserve(settings: &Settings, thread: u32, flight: &mut InFlight, refusing: bool, opaque: bool) {
-    if flight.gpu >= MAX_GPUS || opaque {
+    if flight.gpu >= PLACES || opaque {
         if !opaque {
             count(counter::UNKNOWN_GPU);
         }

@@ -6,8 +6,8 @@ use aya_ebpf::{
 use gpuquota_common::{
     event::{self, Event},
     map::{
-        InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, Object, ObjectKey, Settings, call, cell,
-        counter, kind, refusal, settings_flags,
+        InFlight, MAX_TENANTS, NO_TENANT, Object, ObjectKey, PLACES, RESERVATIONS, Settings, call,
+        cell, counter, kind, refusal, settings_flags,
     },
     nvidia::{IoctlCmd, class, nr, nvos00, nvos32, nvos55, nvos64, status, status_offset},
     rm::{self, Call, CallerMemory, object_kind},
@@ -18,7 +18,7 @@ use crate::{
     ledger::{self, Reserved},
     lists,
     maps::{IN_FLIGHT, OBJECTS, SETTINGS, budget, count, emit, now},
-    rm::{Caller, gpu_of},
+    rm::{Caller, place_of},
     task,
 };
 
@@ -87,7 +87,7 @@ fn read_late(settings: &Settings, flight: &mut InFlight) -> bool {
     flight.handle = decoded.handle;
     flight.class = decoded.class;
     flight.source = decoded.source;
-    flight.gpu = gpu_of(settings, &decoded);
+    flight.gpu = place_of(settings, &decoded);
     true
 }
 
@@ -179,50 +179,49 @@ fn new_handle(flight: &InFlight) -> u32 {
 #[inline(always)]
 fn charge(settings: &Settings, tgid: u32, flight: &InFlight) -> u64 {
     let bytes = granted(flight);
-    if flight.gpu >= MAX_GPUS {
+    if flight.gpu >= PLACES {
         return bytes;
     }
-    if flight.tenant != NO_TENANT {
-        if bytes > flight.reserved {
-            let missing = bytes - flight.reserved;
-            let outcome = ledger::reserve(
-                settings.generation,
-                flight.tenant,
-                flight.gpu,
-                missing,
-                true,
-            );
-            if let Reserved::No {
+    if bytes > flight.reserved {
+        let missing = bytes - flight.reserved;
+        let outcome = ledger::reserve(
+            settings.generation,
+            flight.tenant,
+            flight.gpu,
+            missing,
+            true,
+        );
+        if let Reserved::No {
+            limited_by,
+            used,
+            limit,
+        } = outcome
+            && flight.tenant != NO_TENANT
+        {
+            ledger::breach(&Event {
+                kind: event::kind::BREACHED,
+                tenant: flight.tenant,
+                gpu: flight.gpu,
+                tgid,
+                client: flight.client,
+                handle: flight.handle,
                 limited_by,
+                class: flight.class,
+                bytes,
                 used,
                 limit,
-            } = outcome
-            {
-                ledger::breach(&Event {
-                    kind: event::kind::BREACHED,
-                    tenant: flight.tenant,
-                    gpu: flight.gpu,
-                    tgid,
-                    client: flight.client,
-                    handle: flight.handle,
-                    limited_by,
-                    class: flight.class,
-                    bytes,
-                    used,
-                    limit,
-                    cgroup: flight.cgroup,
-                    at_ns: now(),
-                });
-                answer_breach(settings, flight, limited_by, bytes);
-            }
-        } else if flight.reserved > bytes {
-            ledger::unreserve(
-                settings.generation,
-                flight.tenant,
-                flight.gpu,
-                flight.reserved - bytes,
-            );
+                cgroup: flight.cgroup,
+                at_ns: now(),
+            });
+            answer_breach(settings, flight, limited_by, bytes);
         }
+    } else {
+        ledger::unreserve(
+            settings.generation,
+            flight.tenant,
+            flight.gpu,
+            flight.reserved - bytes,
+        );
     }
     ledger::deposit(tgid, flight.tenant, flight.gpu, bytes);
     bytes
@@ -238,10 +237,15 @@ fn answer_breach(settings: &Settings, flight: &InFlight, limited_by: u32, grante
     const SIGTERM: u32 = 15;
     /// What the driver may add by itself: pages are at most this large.
     const ROUNDING: u64 = 2 << 20;
-    if settings.flags & settings_flags::ANSWER_BREACHES == 0 || limited_by >= MAX_TENANTS {
+    let payer = if limited_by == RESERVATIONS {
+        flight.tenant
+    } else {
+        limited_by
+    };
+    if settings.flags & settings_flags::ANSWER_BREACHES == 0 || payer >= MAX_TENANTS {
         return;
     }
-    let ends = budget(settings.generation, cell(limited_by, flight.gpu))
+    let ends = budget(settings.generation, cell(payer, flight.gpu))
         .is_some_and(|budget| budget.end_on_breach == 1);
     if !ends {
         return;
@@ -263,7 +267,14 @@ fn answer_breach(settings: &Settings, flight: &InFlight, limited_by: u32, grante
 /// a caller that only pretends so pays for it.
 #[inline(always)]
 fn granted(flight: &InFlight) -> u64 {
-    const PAGE: u64 = 64 << 10;
+    let page: u64 = if class::is_host_memory(flight.class) {
+        4 << 10
+    } else {
+        64 << 10
+    };
+    if flight.granted == 0 {
+        return flight.wanted;
+    }
     let Some(word) = Caller.words::<2>(flight.granted) else {
         return flight.wanted;
     };
@@ -273,7 +284,7 @@ fn granted(flight: &InFlight) -> u64 {
     } else {
         word
     };
-    let rounded = size.saturating_add(PAGE - 1) & !(PAGE - 1);
+    let rounded = size.saturating_add(page - 1) & !(page - 1);
     rounded.max(flight.wanted)
 }
 
@@ -350,7 +361,7 @@ fn note_use(tgid: u32, fd: u32, client: u32) {
 /// Tells the daemon of a freed object below which others may hang.
 #[inline(always)]
 fn freed(tgid: u32, key: ObjectKey, object: &Object) {
-    if object.kind == kind::MEMORY || object.kind == kind::DUP || object.kind == kind::CHANNEL {
+    if kind::is_memory(object.kind) || object.kind == kind::DUP || object.kind == kind::CHANNEL {
         return;
     }
     emit(&Event {
@@ -383,7 +394,7 @@ fn dup(tgid: u32, flight: &InFlight, key: ObjectKey) {
         };
         source = owner;
     }
-    if source.kind != kind::MEMORY {
+    if !kind::is_memory(source.kind) {
         return;
     }
     let object = Object {

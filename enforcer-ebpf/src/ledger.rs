@@ -6,10 +6,11 @@
 //! takes from the account what is there and no more, so nothing is given back twice.
 
 use gpuquota_common::{
+    claim,
     event::{self, Event},
     map::{
-        AccountKey, MAX_GPUS, MAX_NESTING, MAX_TENANTS, NO_TENANT, ORPHAN_CLIENT, Object,
-        ObjectKey, Refusal, SECOND_TRY_NS, Usage, cell, counter, kind, on_max,
+        AccountKey, MAX_NESTING, MAX_TENANTS, NO_TENANT, ORPHAN_CLIENT, Object, ObjectKey, PLACES,
+        RESERVATIONS, Refusal, SECOND_TRY_NS, Usage, cell, counter, kind, on_max,
     },
     nvidia::status,
 };
@@ -17,7 +18,9 @@ use gpuquota_common::{
 use crate::{
     atomic::Word,
     lists,
-    maps::{ACCOUNTS, OBJECTS, REFUSALS, USAGE, budget, count, emit, now, tenant_row},
+    maps::{
+        ACCOUNTS, CARD_SIZES, CARDS, OBJECTS, REFUSALS, USAGE, budget, count, emit, now, tenant_row,
+    },
     waiting,
 };
 
@@ -41,7 +44,7 @@ pub struct Request {
     pub thread: u32,
     /// Tenant that pays.
     pub tenant: u32,
-    /// GPU.
+    /// Place where it is charged.
     pub gpu: u32,
     /// What the call asks for.
     pub bytes: u64,
@@ -78,7 +81,7 @@ pub fn decide(generation: u64, request: &Request) -> Decision {
         reserved,
         can_wait,
     } = request;
-    if tenant >= MAX_TENANTS || gpu >= MAX_GPUS {
+    if tenant >= MAX_TENANTS || gpu >= PLACES {
         return Decision::Refused {
             status: status::NO_MEMORY,
             limited_by: NO_TENANT,
@@ -148,11 +151,11 @@ pub fn decide(generation: u64, request: &Request) -> Decision {
 }
 
 #[inline(always)]
-fn usage(tenant: u32, gpu: u32) -> Option<*mut Usage> {
-    if tenant >= MAX_TENANTS || gpu >= MAX_GPUS {
+fn usage(tenant: u32, place: u32) -> Option<*mut Usage> {
+    if tenant >= MAX_TENANTS || place >= PLACES {
         return None;
     }
-    USAGE.get_ptr_mut(cell(tenant, gpu))
+    USAGE.get_ptr_mut(cell(tenant, place))
 }
 
 #[inline(always)]
@@ -161,56 +164,140 @@ fn memory_of(usage: *mut Usage) -> Word {
     Word::new(unsafe { &raw mut (*usage).memory })
 }
 
+#[inline(always)]
+fn claim_of(usage: *mut Usage) -> Word {
+    // SAFETY: `usage` points to a map value.
+    Word::new(unsafe { &raw mut (*usage).claim })
+}
+
+/// The tenant around `at`. One that a new policy dropped still has its own cell; its parents are then unknown.
+#[inline(always)]
+fn around(generation: u64, at: u32) -> u32 {
+    tenant_row(generation, at).map_or(NO_TENANT, |row| row.parent)
+}
+
 /// Adds `bytes` to `tenant` and all around it, unless a limit is in the way.
+///
+/// Claims come first, for all of them: what limits are compared with is at no moment less than what is in use. Then
+/// the limits are compared. If one is in the way the claims are taken back; else the bytes are in use.
 ///
 /// With `force` the limits are only compared: the first one that is exceeded is reported, and the bytes
 /// stay charged.
 #[inline(always)]
-pub fn reserve(generation: u64, tenant: u32, gpu: u32, bytes: u64, force: bool) -> Reserved {
+pub fn reserve(generation: u64, tenant: u32, place: u32, bytes: u64, force: bool) -> Reserved {
+    if bytes == 0 {
+        return Reserved::Yes;
+    }
+    if bytes > claim::MAX_REQUEST && !force {
+        return Reserved::No {
+            limited_by: tenant,
+            used: 0,
+            limit: claim::MAX_REQUEST,
+        };
+    }
+    let outcome = claim_from(generation, tenant, place, claim::units(bytes));
+    if !force && !matches!(outcome, Reserved::Yes) {
+        unclaim_from(generation, tenant, place, claim::units(bytes));
+        return outcome;
+    }
+    use_bytes(generation, tenant, place, bytes);
+    outcome
+}
+
+/// Claims `units` of `tenant` and what follows of all around it, and tells the first limit that this exceeds.
+#[inline(always)]
+fn claim_from(generation: u64, tenant: u32, place: u32, units: u64) -> Reserved {
     let mut outcome = Reserved::Yes;
     let mut at = tenant;
+    let mut outside = units;
     for _ in 0..MAX_NESTING {
-        let Some(row) = tenant_row(generation, at) else {
+        let Some(usage) = usage(at, place) else {
             break;
         };
-        let Some(usage) = usage(at, gpu) else {
+        let change = claim::raise(claim_of(usage), outside);
+        let max = match budget(generation, cell(at, place)) {
+            Some(budget) => budget.memory_max,
+            None => u64::MAX,
+        };
+        // What lies within a reservation was compared when it was reserved.
+        if outside > 0 && claim::bytes(change.used) > max && matches!(outcome, Reserved::Yes) {
+            outcome = Reserved::No {
+                limited_by: at,
+                used: claim::bytes(change.used - outside),
+                limit: max,
+            };
+        }
+        outside = change.outside;
+        at = around(generation, at);
+    }
+    if outside == 0 {
+        return outcome;
+    }
+    if let Some(card) = CARDS.get_ptr_mut(place) {
+        // SAFETY: `card` points to a map value.
+        let word = Word::new(unsafe { &raw mut (*card).claim });
+        let change = claim::raise(word, outside);
+        let size = match CARD_SIZES.get(place) {
+            // Not written yet.
+            None | Some(0) => u64::MAX,
+            Some(size) => *size,
+        };
+        if claim::bytes(change.used) > size && matches!(outcome, Reserved::Yes) {
+            outcome = Reserved::No {
+                limited_by: RESERVATIONS,
+                used: claim::bytes(change.used - outside),
+                limit: size,
+            };
+        }
+    }
+    outcome
+}
+
+/// The opposite of [`claim_from`].
+#[inline(always)]
+fn unclaim_from(generation: u64, tenant: u32, place: u32, units: u64) {
+    let mut at = tenant;
+    let mut outside = units;
+    for _ in 0..MAX_NESTING {
+        let Some(usage) = usage(at, place) else {
+            break;
+        };
+        outside = claim::lower(claim_of(usage), outside).outside;
+        at = around(generation, at);
+    }
+    if outside > 0
+        && let Some(card) = CARDS.get_ptr_mut(place)
+    {
+        // SAFETY: `card` points to a map value.
+        claim::lower(Word::new(unsafe { &raw mut (*card).claim }), outside);
+    }
+}
+
+/// Counts `bytes` as used by `tenant` and all around it.
+#[inline(always)]
+fn use_bytes(generation: u64, tenant: u32, place: u32, bytes: u64) {
+    let mut at = tenant;
+    for _ in 0..MAX_NESTING {
+        let Some(usage) = usage(at, place) else {
             break;
         };
         let before = memory_of(usage).add(bytes);
         let after = before.saturating_add(bytes);
-        let (max, high) = match budget(generation, cell(at, gpu)) {
-            Some(budget) => (budget.memory_max, budget.memory_high),
-            None => (u64::MAX, u64::MAX),
-        };
-        if after > max {
-            if !force {
-                memory_of(usage).sub(bytes);
-                unreserve_until(generation, tenant, at, gpu, bytes);
-                return Reserved::No {
-                    limited_by: at,
-                    used: before,
-                    limit: max,
-                };
-            }
-            if matches!(outcome, Reserved::Yes) {
-                outcome = Reserved::No {
-                    limited_by: at,
-                    used: after,
-                    limit: max,
-                };
-            }
-        }
         // SAFETY: a word of a map value. A racing maximum may be lost for one reservation; it is a gauge.
         unsafe {
             if (*usage).peak < after {
                 (*usage).peak = after;
             }
         }
+        let high = match budget(generation, cell(at, place)) {
+            Some(budget) => budget.memory_high,
+            None => u64::MAX,
+        };
         if before <= high && after > high {
             emit(&Event {
                 kind: event::kind::HIGH,
                 tenant,
-                gpu,
+                gpu: place,
                 limited_by: at,
                 bytes,
                 used: after,
@@ -219,38 +306,42 @@ pub fn reserve(generation: u64, tenant: u32, gpu: u32, bytes: u64, force: bool) 
                 ..Event::default()
             });
         }
-        at = row.parent;
-        if at == NO_TENANT {
-            break;
-        }
+        at = around(generation, at);
     }
-    outcome
 }
 
 /// Takes a reservation back from `tenant` and all around it.
 #[inline(always)]
-pub fn unreserve(generation: u64, tenant: u32, gpu: u32, bytes: u64) {
-    unreserve_until(generation, tenant, NO_TENANT, gpu, bytes);
-}
-
-/// As [`unreserve`], but stops before the tenant `end`.
-#[inline(always)]
-fn unreserve_until(generation: u64, tenant: u32, end: u32, gpu: u32, bytes: u64) {
+pub fn unreserve(generation: u64, tenant: u32, place: u32, bytes: u64) {
+    if bytes == 0 {
+        return;
+    }
     let mut at = tenant;
     for _ in 0..MAX_NESTING {
-        if at == end || at == NO_TENANT {
-            break;
-        }
-        let Some(usage) = usage(at, gpu) else {
+        let Some(usage) = usage(at, place) else {
             break;
         };
         take(memory_of(usage), bytes);
-        // A tenant that a new policy dropped still gives back its own cell; its parents are then unknown.
-        let Some(row) = tenant_row(generation, at) else {
-            break;
-        };
-        at = row.parent;
+        at = around(generation, at);
     }
+    unclaim_from(generation, tenant, place, claim::units(bytes));
+}
+
+/// Reserves memory for a tenant, in place of what was reserved for it before.
+#[inline(always)]
+pub fn set_reservation(generation: u64, tenant: u32, place: u32, bytes: u64) -> bool {
+    let Some(usage) = usage(tenant, place) else {
+        return false;
+    };
+    let (more, less) = claim::reserve(claim_of(usage), claim::units(bytes));
+    let parent = around(generation, tenant);
+    if more > 0 {
+        let _ = claim_from(generation, parent, place, more);
+    }
+    if less > 0 {
+        unclaim_from(generation, parent, place, less);
+    }
+    true
 }
 
 /// Subtracts at most what is there and returns how much that was: counters saturate, they never wrap.
@@ -291,9 +382,7 @@ pub fn withdraw(generation: u64, tgid: u32, tenant: u32, gpu: u32, bytes: u64) {
         return;
     };
     let taken = take(Word::new(account), bytes);
-    if tenant != NO_TENANT {
-        unreserve(generation, tenant, gpu, taken);
-    }
+    unreserve(generation, tenant, gpu, taken);
 }
 
 /// Empties an account, returns what it held and forgets it.
@@ -304,9 +393,12 @@ pub fn close_account(generation: u64, key: AccountKey) -> u64 {
     };
     let held = Word::new(account).swap(0);
     let _ = ACCOUNTS.remove(key);
-    if key.tenant != 0xffff {
-        unreserve(generation, u32::from(key.tenant), u32::from(key.gpu), held);
-    }
+    let tenant = if key.tenant == 0xffff {
+        NO_TENANT
+    } else {
+        u32::from(key.tenant)
+    };
+    unreserve(generation, tenant, u32::from(key.gpu), held);
     held
 }
 
@@ -325,7 +417,7 @@ pub fn release(generation: u64, key: ObjectKey) -> Option<Object> {
     let object = OBJECTS.get_ptr_mut(key)?;
     // SAFETY: a copy of a map value; only `bytes` and `dups` change in place.
     let copy = unsafe { *object };
-    if copy.kind == kind::MEMORY && copy.dups > 0 {
+    if kind::is_memory(copy.kind) && copy.dups > 0 {
         orphan(key, object);
         return Some(copy);
     }
@@ -413,6 +505,16 @@ fn drop_dup(generation: u64, source: ObjectKey, source_born: u64) {
     withdraw(generation, copy.tgid, copy.tenant, copy.gpu, bytes);
 }
 
+/// The tenant at which an event is counted: others' reservations are nobody's limit, so the caller itself.
+#[inline(always)]
+fn limiting(event: &Event) -> u32 {
+    if event.limited_by == RESERVATIONS {
+        event.tenant
+    } else {
+        event.limited_by
+    }
+}
+
 /// Counts a refusal and reports it, unless it is libcuda's immediate second try of the same allocation.
 ///
 /// Returns whether it was a first try.
@@ -433,7 +535,7 @@ pub fn refuse(thread: u32, event: &Event) -> bool {
         bytes: event.bytes,
     };
     let _ = REFUSALS.insert(thread, refusal, 0);
-    if let Some(usage) = usage(event.limited_by, event.gpu) {
+    if let Some(usage) = usage(limiting(event), event.gpu) {
         // SAFETY: `usage` points to a map value.
         Word::new(unsafe { &raw mut (*usage).denials }).add(1);
     }
@@ -444,7 +546,7 @@ pub fn refuse(thread: u32, event: &Event) -> bool {
 /// Counts and reports an allocation above a limit that nothing refused.
 #[inline(always)]
 pub fn breach(event: &Event) {
-    if let Some(usage) = usage(event.limited_by, event.gpu) {
+    if let Some(usage) = usage(limiting(event), event.gpu) {
         // SAFETY: `usage` points to a map value.
         Word::new(unsafe { &raw mut (*usage).breaches }).add(1);
     }

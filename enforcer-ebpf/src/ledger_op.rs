@@ -8,7 +8,7 @@ use core::ffi::c_void;
 use aya_ebpf::programs::RawTracePointContext;
 use gpuquota_common::{
     map::{
-        AccountKey, InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, Object, ObjectKey, counter, refusal,
+        AccountKey, InFlight, MAX_TENANTS, NO_TENANT, Object, ObjectKey, PLACES, counter, refusal,
     },
     nvidia::status,
     op::{self, result},
@@ -57,6 +57,13 @@ pub extern "C" fn ledger_op(ctx: *mut c_void) -> u32 {
         op::IS_FILE => found(file::is_file(a as u32, b)),
         op::ADOPT_PROCESS => adopt::process(a as u32, b, c as u32, d),
         op::ADOPT_OBJECT => adopt_object(&ctx),
+        op::RESERVE => {
+            if ledger::set_reservation(settings().generation, a as u32, b as u32, c) {
+                result::OK
+            } else {
+                result::INVALID
+            }
+        }
         _ => result::INVALID,
     }
 }
@@ -104,7 +111,7 @@ fn adopt_object(ctx: &RawTracePointContext) -> u32 {
 /// Reserves for a thread whose call waits at a supervisor.
 #[inline(always)]
 fn admit(thread: u32, tenant: u32, gpu: u32, bytes: u64, arg: u64, cmd: u32) -> u32 {
-    if tenant >= MAX_TENANTS || gpu >= MAX_GPUS {
+    if tenant >= MAX_TENANTS || gpu >= PLACES {
         return result::INVALID;
     }
     let generation = settings().generation;
@@ -205,11 +212,9 @@ fn move_object(key: ObjectKey, tgid: u32, tenant: u32, fd: u32) -> u32 {
     // SAFETY: a copy of a map value.
     let before = unsafe { *object };
     let bytes = ledger::take_bytes(object);
-    if bytes > 0 && before.gpu < MAX_GPUS {
+    if bytes > 0 && before.gpu < PLACES {
         ledger::withdraw(generation, before.tgid, before.tenant, before.gpu, bytes);
-        if tenant != NO_TENANT {
-            let _ = ledger::reserve(generation, tenant, before.gpu, bytes, true);
-        }
+        let _ = ledger::reserve(generation, tenant, before.gpu, bytes, true);
         ledger::deposit(tgid, tenant, before.gpu, bytes);
     }
     // SAFETY: fields of a map value. A free at the same time finds zero bytes and releases nothing; the

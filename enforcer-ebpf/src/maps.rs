@@ -8,7 +8,7 @@ use aya_ebpf::{
 use gpuquota_common::{
     event::Event,
     map::{
-        AccountKey, Budget, CELLS, Client, Device, DeviceKey, HEARTBEAT_STALE_NS, InFlight, Leaf,
+        AccountKey, Budget, CELLS, Card, Client, Device, DeviceKey, HEARTBEAT_STALE_NS, InFlight, Leaf,
         MAX_ACCOUNTS, MAX_CGROUPS, MAX_CLIENTS, MAX_GPUS, MAX_IN_FLIGHT, MAX_OBJECTS,
         MAX_PROCESSES, MAX_TENANTS, Object, ObjectKey, Process, Refusal, Rewritten, Settings,
         TenantName, TenantRow, Usage, banked, counter, row,
@@ -35,6 +35,12 @@ pub static BUDGETS: Array<Budget> = Array::with_max_entries(2 * CELLS, 0);
 /// Usage by tenant × GPU.
 #[map]
 pub static USAGE: Array<Usage> = Array::with_max_entries(CELLS, 0);
+/// What is claimed of each card.
+#[map]
+pub static CARDS: Array<Card> = Array::with_max_entries(MAX_GPUS, 0);
+/// Most that may be claimed of each card, bytes: what it has where something is reserved, else `u64::MAX`.
+#[map]
+pub static CARD_SIZES: Array<u64> = Array::with_max_entries(MAX_GPUS, 0);
 /// Root cgroup of a tenant, by cgroup id.
 #[map]
 pub static CGROUPS: HashMap<u64, u32> = HashMap::with_max_entries(MAX_CGROUPS, NO_PREALLOC);

@@ -3,7 +3,7 @@
 use aya_ebpf::{macros::raw_tracepoint, programs::RawTracePointContext};
 use gpuquota_common::{
     event,
-    map::{AccountKey, MAX_GPUS, NO_TENANT, process_flags},
+    map::{AccountKey, NO_TENANT, PLACES, process_flags},
 };
 
 use crate::{
@@ -50,7 +50,7 @@ pub fn process_exit(_ctx: RawTracePointContext) -> i32 {
         ));
         return 0;
     }
-    for gpu in 0..MAX_GPUS {
+    for gpu in 0..PLACES {
         ledger::close_account(settings.generation, AccountKey::new(tgid, tenant, gpu));
         ledger::close_account(settings.generation, AccountKey::new(tgid, NO_TENANT, gpu));
     }

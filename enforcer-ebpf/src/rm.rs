@@ -2,7 +2,7 @@
 
 use aya_ebpf::helpers::bpf_probe_read_user;
 use gpuquota_common::{
-    map::{MAX_GPUS, NO_GPU, ObjectKey, Settings},
+    map::{MAX_GPUS, NO_GPU, ObjectKey, Settings, host_place},
     nvidia::class,
     rm::{Call, CallerMemory},
 };
@@ -25,7 +25,7 @@ impl CallerMemory for Caller {
 
 /// The GPU that a new object is on: a device names it, everything below inherits it.
 #[inline(always)]
-pub fn gpu_of(settings: &Settings, call: &Call) -> u32 {
+fn gpu_of(settings: &Settings, call: &Call) -> u32 {
     if class::is_client(call.class) {
         return NO_GPU;
     }
@@ -43,6 +43,17 @@ pub fn gpu_of(settings: &Settings, call: &Call) -> u32 {
     match unsafe { OBJECTS.get(parent) } {
         Some(object) if object.gpu < MAX_GPUS => object.gpu,
         _ => only_gpu(settings),
+    }
+}
+
+/// Where the new object is charged: on its GPU, or as host memory that is pinned for it.
+#[inline(always)]
+pub fn place_of(settings: &Settings, call: &Call) -> u32 {
+    let gpu = gpu_of(settings, call);
+    if class::is_host_memory(call.class) {
+        host_place(gpu)
+    } else {
+        gpu
     }
 }
 

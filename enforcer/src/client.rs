@@ -415,11 +415,12 @@ fn notice(message: &Message) -> Result<Option<Notice>, ClientError> {
     let body = message.body();
     let notice = match header.member().map(MemberName::as_str) {
         Some("Denied") => {
-            let (tenant, limited_by, gpu, pid, requested, used, limit) =
+            let (tenant, limited_by, key, gpu, pid, requested, used, limit) =
                 body.deserialize().map_err(protocol)?;
             Notice::Denied {
                 tenant,
                 limited_by,
+                key,
                 gpu,
                 pid,
                 requested,
@@ -428,10 +429,11 @@ fn notice(message: &Message) -> Result<Option<Notice>, ClientError> {
             }
         }
         Some("Breached") => {
-            let (tenant, gpu, pid, requested, used, limit) =
+            let (tenant, key, gpu, pid, requested, used, limit) =
                 body.deserialize().map_err(protocol)?;
             Notice::Breached {
                 tenant,
+                key,
                 gpu,
                 pid,
                 requested,

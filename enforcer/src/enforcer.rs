@@ -35,6 +35,7 @@ use tracing::warn;
 
 use crate::{
     backend::{Choice, Lacking, NotOffered},
+    cards::Cards,
     cgroup::{CgroupError, Hierarchy},
     config::{Config, MemoryBackend},
     control::Notice,
@@ -148,6 +149,8 @@ pub struct Enforcer {
     lacking: Lacking,
     endings: Endings,
     high: Mutex<HighWater>,
+    /// How much of each card there is to reserve from.
+    cards: Cards,
     /// False for a driver that is not known: then nobody's GPU time is touched.
     known_driver: bool,
     /// Why maps and links are not pinned, if they are not.
@@ -235,6 +238,7 @@ impl Enforcer {
             lacking,
             endings: Endings::default(),
             high: Mutex::default(),
+            cards: Cards::default(),
             known_driver: known,
             unpinned,
             open_files,

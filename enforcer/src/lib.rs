@@ -1,6 +1,7 @@
 //! The library behind `gpuquotad` and `gpuquotactl`.
 
 pub mod backend;
+pub mod cards;
 pub mod cgroup;
 pub mod client;
 pub mod config;

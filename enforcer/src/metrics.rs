@@ -123,6 +123,14 @@ pub struct TenantGpuSample {
     pub denials: u64,
     /// Allocations above the limit that nothing could refuse.
     pub breaches: u64,
+    /// Bytes that are reserved for it.
+    pub min: u64,
+    /// Limit of pinned host memory in bytes.
+    pub host_max: Option<u64>,
+    /// Bytes of pinned host memory.
+    pub host_used: u64,
+    /// Refused allocations of pinned host memory.
+    pub host_denials: u64,
     /// Processes with memory, without those of nested tenants.
     pub processes: u64,
     /// GPU time; absent while it is not controlled.
@@ -396,6 +404,30 @@ fn tenants(out: &mut Exposition, tenants: &[TenantSample]) {
         Kind::Counter,
         "Allocations above the limit that nothing could refuse.",
         |gpu| bytes(gpu.breaches),
+    );
+    on_gpu(
+        "gpuquota_tenant_memory_min_bytes",
+        Kind::Gauge,
+        "Memory that is reserved for the tenant.",
+        |gpu| bytes(gpu.min),
+    );
+    on_gpu(
+        "gpuquota_tenant_host_memory_used_bytes",
+        Kind::Gauge,
+        "Host memory pinned for the GPU now, nested tenants included.",
+        |gpu| bytes(gpu.host_used),
+    );
+    on_gpu(
+        "gpuquota_tenant_host_memory_max_bytes",
+        Kind::Gauge,
+        "Limit of pinned host memory; +Inf if there is none.",
+        |gpu| limit(gpu.host_max),
+    );
+    on_gpu(
+        "gpuquota_tenant_host_memory_denials_total",
+        Kind::Counter,
+        "Allocations of pinned host memory that the tenant's limit refused.",
+        |gpu| bytes(gpu.host_denials),
     );
     on_gpu(
         "gpuquota_tenant_processes",

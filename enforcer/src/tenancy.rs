@@ -8,7 +8,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use gpuquota_common::map::{Budget, MAX_NESTING, MAX_TENANTS, NO_TENANT, TenantRow, on_max, row};
+use gpuquota_common::{
+    claim::MAX_RESERVATION,
+    map::{Budget, MAX_NESTING, MAX_TENANTS, NO_TENANT, TenantRow, host_place, on_max, row},
+};
 use gpuquota_policy::{HostGpu, OnBreach, OnMemoryMax, Policy};
 
 /// Why a policy cannot be put into the kernel.
@@ -99,8 +102,10 @@ pub struct Plan {
     pub seating: Seating,
     /// Rows by index. Indices that are missing here are absent.
     pub rows: BTreeMap<u32, TenantRow>,
-    /// Limits by index and GPU.
+    /// Limits by index and place.
     pub budgets: BTreeMap<(u32, u32), Budget>,
+    /// Reserved bytes by index and GPU, where there are any.
+    pub reservations: BTreeMap<(u32, u32), u64>,
 }
 
 /// Makes the plan.
@@ -156,10 +161,12 @@ pub fn plan(
     }
     let rows = rows(&seating, before);
     let budgets = budgets(policy, gpus, &seating);
+    let reservations = reservations(policy, gpus, &seating);
     Ok(Plan {
         seating,
         rows,
         budgets,
+        reservations,
     })
 }
 
@@ -235,9 +242,30 @@ fn budgets(policy: &Policy, gpus: &[HostGpu], seating: &Seating) -> BTreeMap<(u3
                 end_on_breach: u32::from(effective.memory.on_breach == OnBreach::Kill),
             };
             budgets.insert((index, gpu.index), budget);
+            let pinned = Budget {
+                memory_max: effective.memory.host.unwrap_or(u64::MAX),
+                memory_high: u64::MAX,
+                ..budget
+            };
+            budgets.insert((index, host_place(gpu.index)), pinned);
         }
     }
     budgets
+}
+
+fn reservations(policy: &Policy, gpus: &[HostGpu], seating: &Seating) -> BTreeMap<(u32, u32), u64> {
+    let mut reservations = BTreeMap::new();
+    for (index, seat) in seating.in_force() {
+        for gpu in gpus {
+            let min = policy
+                .effective(&seat.name, gpu)
+                .map_or(0, |effective| effective.memory.min);
+            if min > 0 {
+                reservations.insert((index, gpu.index), min.min(MAX_RESERVATION));
+            }
+        }
+    }
+    reservations
 }
 
 #[cfg(test)]
@@ -282,7 +310,8 @@ mod tests {
         for name in ["b", "c"] {
             assert_eq!(before.seating.index(name), after.seating.index(name));
         }
-        assert_eq!(after.budgets.len(), 3);
+        // On the card and in the host.
+        assert_eq!(after.budgets.len(), 2 * 3);
     }
 
     #[test]
@@ -316,6 +345,23 @@ mod tests {
         assert_ne!(after.seating.index("b"), Some(b));
         let settled = plan(&second, &gpus(), &after.seating, &BTreeSet::new()).expect("fits");
         assert!(settled.seating.seat(a).is_none() && settled.seating.seat(b).is_none());
+    }
+
+    #[test]
+    fn pinned_memory_has_a_budget_of_its_own() {
+        let policy = policy(
+            "[tenant.a]\ncgroup = \"/a\"\nmemory.max = \"4GiB\"\nmemory.host = \"1GiB\"\nmemory.min = \"2GiB\"\n\
+             [tenant.b]\ncgroup = \"/b\"\n",
+        );
+        let plan = plan(&policy, &gpus(), &Seating::default(), &BTreeSet::new()).expect("fits");
+        let (a, b) = (
+            plan.seating.index("a").expect("seated"),
+            plan.seating.index("b").expect("seated"),
+        );
+        assert_eq!(plan.budgets[&(a, 0)].memory_max, 4 << 30);
+        assert_eq!(plan.budgets[&(a, host_place(0))].memory_max, 1 << 30);
+        assert_eq!(plan.budgets[&(b, host_place(0))].memory_max, u64::MAX);
+        assert_eq!(plan.reservations, BTreeMap::from([((a, 0), 2 << 30)]));
     }
 
     #[test]

@@ -71,6 +71,7 @@ async fn emit(connection: &Connection, notice: Notice) -> zbus::Result<()> {
         Notice::Denied {
             tenant,
             limited_by,
+            key,
             gpu,
             pid,
             requested,
@@ -81,6 +82,7 @@ async fn emit(connection: &Connection, notice: Notice) -> zbus::Result<()> {
                 emitter,
                 &tenant,
                 &limited_by,
+                &key,
                 gpu,
                 pid,
                 requested,
@@ -91,12 +93,13 @@ async fn emit(connection: &Connection, notice: Notice) -> zbus::Result<()> {
         }
         Notice::Breached {
             tenant,
+            key,
             gpu,
             pid,
             requested,
             used,
             limit,
-        } => Manager::breached(emitter, &tenant, gpu, pid, requested, used, limit).await,
+        } => Manager::breached(emitter, &tenant, &key, gpu, pid, requested, used, limit).await,
         Notice::HighReached {
             tenant,
             gpu,
@@ -524,6 +527,7 @@ impl Manager {
         emitter: &SignalEmitter<'_>,
         tenant: &str,
         limited_by: &str,
+        key: &str,
         gpu: u32,
         pid: u32,
         requested: u64,
@@ -536,6 +540,7 @@ impl Manager {
     async fn breached(
         emitter: &SignalEmitter<'_>,
         tenant: &str,
+        key: &str,
         gpu: u32,
         pid: u32,
         requested: u64,

@@ -8,6 +8,7 @@ mod access;
 pub mod dbus;
 pub mod launch;
 mod manager;
+pub mod memory;
 mod objects;
 pub mod peer;
 mod polkit;
@@ -15,6 +16,7 @@ mod time;
 mod transport;
 pub mod wire;
 pub mod wire_launch;
+pub mod wire_memory;
 pub mod wire_time;
 
 use std::path::PathBuf;
@@ -144,6 +146,9 @@ pub struct TenantGpu {
     pub breaches: u64,
     /// Processes with memory on this GPU: charged bytes by process.
     pub processes: Vec<ProcessUse>,
+    /// Reservation, pinned host memory and what else there is about its memory.
+    #[serde(default)]
+    pub memory: memory::TenantMemory,
     /// GPU time; absent while it is not controlled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time: Option<TenantTime>,
@@ -217,15 +222,17 @@ pub enum Notice {
     Denied {
         /// Innermost tenant of the caller.
         tenant: String,
-        /// The tenant whose limit refused (this one or one around it).
+        /// The tenant whose limit refused (this one or one around it); empty where it is what others reserve.
         limited_by: String,
+        /// Which limit: `memory.max`, `memory.host`, or `memory.min` of others.
+        key: String,
         /// GPU index.
         gpu: u32,
         /// Process id.
         pid: u32,
         /// Bytes asked for.
         requested: u64,
-        /// Bytes charged to `limited_by` then.
+        /// Bytes charged to `limited_by` then, those that are reserved in it included.
         used: u64,
         /// The limit in bytes.
         limit: u64,
@@ -234,6 +241,8 @@ pub enum Notice {
     Breached {
         /// Tenant.
         tenant: String,
+        /// Which limit: `memory.max`, `memory.host`, or `memory.min` of others.
+        key: String,
         /// GPU index.
         gpu: u32,
         /// Process id.

@@ -10,7 +10,7 @@ use zbus::zvariant::{Type, as_value};
 
 use super::{
     Backend, BackendState, Finding, Gpu, ProcessUse, Tenant, TenantGpu, Verdict,
-    wire_launch::LaunchDict, wire_time::TimeDict,
+    wire_launch::LaunchDict, wire_memory::MemoryDict, wire_time::TimeDict,
 };
 
 /// Name on the bus.
@@ -82,6 +82,8 @@ pub struct TenantGpuDict {
     breaches: u64,
     #[serde(with = "as_value")]
     processes: Vec<(u32, String, u64)>,
+    #[serde(with = "as_value")]
+    memory: MemoryDict,
     #[serde(
         with = "as_value::optional",
         skip_serializing_if = "Option::is_none",
@@ -167,6 +169,7 @@ impl From<TenantGpu> for TenantGpuDict {
                 // A NUL would make the whole message invalid.
                 .map(|p| (p.pid, p.comm.replace('\0', "\u{fffd}"), p.memory_used))
                 .collect(),
+            memory: gpu.memory.into(),
             time: gpu.time.map(Into::into),
         }
     }
@@ -192,6 +195,7 @@ impl From<TenantGpuDict> for TenantGpu {
                     memory_used,
                 })
                 .collect(),
+            memory: dict.memory.into(),
             time: dict.time.map(Into::into),
         }
     }
@@ -325,6 +329,12 @@ mod tests {
                     comm: "python3".into(),
                     memory_used: 3,
                 }],
+                memory: crate::control::memory::TenantMemory {
+                    min: 9,
+                    host_max: Some(10),
+                    host_processes: vec![(7, 8)],
+                    ..Default::default()
+                },
                 time: Some(crate::control::TenantTime {
                     weight: 300,
                     ..Default::default()

@@ -2,7 +2,11 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-use gpuquota_common::map::{MAX_TENANTS, NO_TENANT, counter};
+use gpuquota_common::{
+    claim,
+    map::{MAX_GPUS, MAX_TENANTS, NO_TENANT, counter, host_place, of_place},
+};
+use gpuquota_policy::MemoryBudget;
 use serde_json::json;
 use tokio::sync::broadcast;
 
@@ -12,13 +16,13 @@ use crate::{
     config::MemoryBackend,
     control::{
         Backend, BackendState, Control, ControlError, Finding, Gpu, Held, Notice, PolicyLoaded,
-        ProcessUse, QuotaChange, Tenant, TenantGpu, Verdict,
+        ProcessUse, QuotaChange, Tenant, TenantGpu, Verdict, memory::TenantMemory,
     },
     doctor,
     time::Reason,
 };
 
-/// Charged bytes of processes by tenant index and GPU.
+/// Charged bytes of processes by tenant index and place.
 type Holdings = BTreeMap<(u32, u32), Vec<(u32, u64)>>;
 
 impl Control for Enforcer {
@@ -144,7 +148,7 @@ impl Control for Enforcer {
             .map(|(key, object)| {
                 json!({
                     "client": key.client, "handle": key.handle, "kind": object.kind, "class": object.class,
-                    "parent": object.parent, "bytes": object.bytes, "tgid": object.tgid, "gpu": object.gpu,
+                    "parent": object.parent, "bytes": object.bytes, "tgid": object.tgid, "gpu": of_place(object.gpu).0,
                     "tenant": (object.tenant != NO_TENANT).then_some(object.tenant), "cgroup": object.cgroup,
                 })
             })
@@ -153,20 +157,34 @@ impl Control for Enforcer {
             .kernel
             .accounts()
             .map(|(key, bytes)| {
-                json!({"tgid": key.tgid, "tenant": key.tenant, "gpu": key.gpu, "bytes": bytes})
+                let (gpu, host) = of_place(u32::from(key.gpu));
+                json!({"tgid": key.tgid, "tenant": key.tenant, "gpu": gpu, "host": host, "bytes": bytes})
             })
             .collect();
         let usage: Vec<_> = now
             .seating
             .all()
             .flat_map(|(index, _)| (0..self.gpu_count()).map(move |gpu| (index, gpu)))
-            .filter_map(|(index, gpu)| {
-                let usage = self.kernel.usage(index, gpu).ok()?;
-                Some(json!({"tenant": index, "gpu": gpu, "memory": usage.memory, "peak": usage.peak}))
+            .flat_map(|(index, gpu)| [(index, gpu), (index, host_place(gpu))])
+            .filter_map(|(index, place)| {
+                let usage = self.kernel.usage(index, place).ok()?;
+                let (gpu, host) = of_place(place);
+                Some(json!({
+                    "tenant": index, "gpu": gpu, "host": host, "memory": usage.memory, "peak": usage.peak,
+                    "claim": claim::bytes(claim::used(usage.claim)),
+                    "reserved": claim::bytes(claim::reserved(usage.claim)),
+                }))
+            })
+            .collect();
+        let cards: Vec<_> = (0..self.gpu_count())
+            .filter_map(|gpu| {
+                let card = self.kernel.card(gpu).ok()?;
+                Some(json!({"gpu": gpu, "claim": claim::bytes(claim::used(card.claim))}))
             })
             .collect();
         json!({
             "generation": now.generation,
+            "cards": cards,
             "seats": seats,
             "cgroups": roots,
             "objects": objects,
@@ -254,6 +272,7 @@ impl Enforcer {
                     denials: usage.denials,
                     breaches: usage.breaches,
                     processes,
+                    memory: self.describe_memory(index, gpu.index, &budget.memory, holdings)?,
                     time: self.time.status(index, gpu.index),
                 })
             })
@@ -271,6 +290,26 @@ impl Enforcer {
                 .collect(),
             gpus,
             launch: self.launches.usage(index),
+        })
+    }
+
+    fn describe_memory(
+        &self,
+        index: u32,
+        gpu: u32,
+        budget: &MemoryBudget,
+        holdings: &Holdings,
+    ) -> Option<TenantMemory> {
+        let place = host_place(gpu);
+        let usage = self.kernel.usage(index, place).ok()?;
+        Some(TenantMemory {
+            min: budget.min,
+            host_max: budget.host,
+            host_used: usage.memory,
+            host_peak: usage.peak,
+            host_denials: usage.denials,
+            host_breaches: usage.breaches,
+            host_processes: holdings.get(&(index, place)).cloned().unwrap_or_default(),
         })
     }
 
@@ -360,7 +399,9 @@ impl Enforcer {
         let outside: Vec<String> = self
             .kernel
             .accounts()
-            .filter(|(key, bytes)| *bytes > 0 && u32::from(key.tenant) >= MAX_TENANTS)
+            .filter(|(key, bytes)| {
+                *bytes > 0 && u32::from(key.tenant) >= MAX_TENANTS && u32::from(key.gpu) < MAX_GPUS
+            })
             .map(|(key, _)| format!("{} ({})", key.tgid, doctor::comm(key.tgid)))
             .collect();
         (!outside.is_empty()).then(|| {

@@ -6,7 +6,10 @@ use std::{
     time::Instant,
 };
 
-use gpuquota_common::map::{MAX_TENANTS, NO_TENANT, Object, ObjectKey, TenantRow, on_max, row};
+use gpuquota_common::{
+    claim,
+    map::{MAX_TENANTS, NO_TENANT, Object, ObjectKey, TenantRow, host_place, on_max, row},
+};
 use gpuquota_policy::Policy;
 use tracing::{debug, info, warn};
 
@@ -66,6 +69,7 @@ impl Enforcer {
         self.launches.write_bank(next, &launches)?;
         self.kernel
             .update_settings(|settings| settings.generation = next)?;
+        self.reserve(&plan)?;
         debug!(generation = next, took = ?started.elapsed(), "every decision is by the new policy");
         let reseated = plan.seating != seating || self.read().policy.tenants.is_empty();
         {
@@ -107,6 +111,43 @@ impl Enforcer {
         Ok(())
     }
 
+    /// Reserves what the plan says, for tenants in force; those that are retired have nothing reserved any more.
+    fn reserve(&self, plan: &Plan) -> Result<(), KernelError> {
+        for gpu in &self.host.gpus {
+            let is_reserved = plan.reservations.keys().any(|(_, on)| *on == gpu.index);
+            self.cards.reserved(gpu.index, is_reserved);
+        }
+        self.bound_cards()?;
+        for (index, _) in plan.seating.all() {
+            for gpu in 0..self.gpu_count() {
+                let wanted = plan.reservations.get(&(index, gpu)).copied().unwrap_or(0);
+                let now = claim::reserved(self.kernel.usage(index, gpu)?.claim);
+                if now != claim::units(wanted) {
+                    self.kernel.reserve(index, gpu, wanted)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Says how much may be claimed of each card.
+    pub(super) fn bound_cards(&self) -> Result<(), KernelError> {
+        let latest = self.telemetry.latest();
+        for gpu in &self.host.gpus {
+            let card = latest
+                .as_ref()
+                .and_then(|last| last.cards.iter().find(|card| card.uuid == gpu.uuid));
+            if let Some(card) = card
+                && let Some(by_processes) = card.used_by_processes()
+            {
+                self.cards.seen(gpu.index, card.memory_used, by_processes);
+            }
+            self.kernel
+                .set_card_size(gpu.index, self.cards.bound(gpu.index, gpu.memory))?;
+        }
+        Ok(())
+    }
+
     /// Indices that have something charged.
     fn charged(&self) -> Result<BTreeSet<u32>, KernelError> {
         let mut charged: BTreeSet<u32> = self
@@ -119,8 +160,10 @@ impl Enforcer {
         // What is charged below a tenant is in its usage; reservations of running calls are there too.
         for (index, _) in self.read().seating.all() {
             for gpu in 0..self.gpu_count() {
-                if self.kernel.usage(index, gpu)?.memory > 0 {
-                    charged.insert(index);
+                for place in [gpu, host_place(gpu)] {
+                    if self.kernel.usage(index, place)?.memory > 0 {
+                        charged.insert(index);
+                    }
                 }
             }
         }

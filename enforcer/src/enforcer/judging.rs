@@ -6,8 +6,8 @@ use std::{
 };
 
 use gpuquota_common::{
-    map::{MAX_GPUS, ObjectKey},
-    nvidia::status,
+    map::{MAX_GPUS, ObjectKey, host_place},
+    nvidia::{class, status},
 };
 use tracing::{error, warn};
 
@@ -56,7 +56,11 @@ impl Enforcer {
         let request = AdmissionRequest {
             thread: waiting.thread,
             tenant,
-            gpu,
+            gpu: if class::is_host_memory(waiting.call.class) {
+                host_place(gpu)
+            } else {
+                gpu
+            },
             bytes: waiting.call.wanted,
             arg: waiting.arg,
             cmd: u32::from(waiting.cmd.nr) | u32::from(waiting.cmd.size) << 16,

@@ -8,7 +8,7 @@ use std::{
 
 use gpuquota_common::map::{
     MAX_ACCOUNTS, MAX_CGROUPS, MAX_CLIENTS, MAX_IN_FLIGHT, MAX_OBJECTS, MAX_PROCESSES, MAX_TENANTS,
-    counter,
+    counter, host_place,
 };
 
 use tracing::warn;
@@ -174,7 +174,7 @@ impl Enforcer {
                     name: gpu.card.name.clone(),
                     memory_size: gpu.card.memory_total,
                     memory_used: seen.map(|card| card.memory_used),
-                    memory_used_by_processes: seen.and_then(used_by_processes),
+                    memory_used_by_processes: seen.and_then(Card::used_by_processes),
                     ledger: ledger.get(&gpu.card.index).copied().unwrap_or(0),
                     power_mw: seen.and_then(|card| card.power_mw),
                     energy_mj: seen.and_then(|card| card.energy_mj),
@@ -205,6 +205,7 @@ impl Enforcer {
                     .filter_map(|gpu| {
                         let budget = now.policy.effective(name, gpu)?;
                         let usage = self.kernel.usage(index, gpu.index).ok()?;
+                        let pinned = self.kernel.usage(index, host_place(gpu.index)).ok()?;
                         Some(TenantGpuSample {
                             gpu: gpu.index,
                             max: budget.memory.max,
@@ -213,6 +214,10 @@ impl Enforcer {
                             peak: usage.peak,
                             denials: usage.denials,
                             breaches: usage.breaches,
+                            min: budget.memory.min,
+                            host_max: budget.memory.host,
+                            host_used: pinned.memory,
+                            host_denials: pinned.denials,
                             processes: holders.get(&(index, gpu.index)).map_or(0, size),
                             time: self.time.status(index, gpu.index),
                         })
@@ -267,14 +272,6 @@ impl Enforcer {
     }
 }
 
-/// `None` if NVML does not tell of one of them.
-fn used_by_processes(card: &Card) -> Option<u64> {
-    card.processes
-        .iter()
-        .map(|(_, bytes)| *bytes)
-        .sum::<Option<u64>>()
-}
-
 fn size(set: &BTreeSet<u32>) -> u64 {
     u64::try_from(set.len()).unwrap_or(u64::MAX)
 }
@@ -320,13 +317,13 @@ mod tests {
             energy_mj: None,
             processes,
         };
-        assert_eq!(used_by_processes(&card(vec![])), Some(0));
+        assert_eq!(card(vec![]).used_by_processes(), Some(0));
         assert_eq!(
-            used_by_processes(&card(vec![(1, Some(2)), (2, Some(3))])),
+            card(vec![(1, Some(2)), (2, Some(3))]).used_by_processes(),
             Some(5)
         );
         assert_eq!(
-            used_by_processes(&card(vec![(1, Some(2)), (2, None)])),
+            card(vec![(1, Some(2)), (2, None)]).used_by_processes(),
             None
         );
     }

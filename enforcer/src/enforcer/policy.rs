@@ -229,12 +229,6 @@ fn without_effect(policy: &Policy, host: &Host, choice: Choice) -> Vec<String> {
                 "managed memory is neither refused nor charged",
             );
         }
-        if budget.memory.min > 0 {
-            say("memory.min", "nothing is reserved");
-        }
-        if budget.memory.host.is_some() {
-            say("memory.host", "pinned host memory is not limited");
-        }
     }
     found
 }

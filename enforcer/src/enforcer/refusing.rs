@@ -8,7 +8,7 @@ use std::{
 
 use gpuquota_common::{
     event::{Event, kind},
-    map::settings_flags,
+    map::{RESERVATIONS, of_place, settings_flags},
 };
 use gpuquota_policy::{MemoryBudget, OnBreach, OnHigh, OnMemoryMax, Signal};
 use rustix::process::{self, Pid, PidfdFlags, pidfd_open, pidfd_send_signal};
@@ -101,10 +101,12 @@ impl Enforcer {
         }
         let (pid, payer) = match event.kind {
             kind::DENIED => (process_of(event.tgid), event.tenant),
+            kind::BREACHED if event.limited_by == RESERVATIONS => (event.tgid, event.tenant),
             kind::BREACHED => (event.tgid, event.limited_by),
             _ => return,
         };
-        let ends = self.memory_budget(payer, event.gpu).is_some_and(|memory| {
+        let (gpu, _) = of_place(event.gpu);
+        let ends = self.memory_budget(payer, gpu).is_some_and(|memory| {
             if event.kind == kind::DENIED {
                 memory.on_max == OnMemoryMax::Kill
             } else {

@@ -12,7 +12,7 @@ use std::{
 use aya::maps::{MapData, RingBuf};
 use gpuquota_common::{
     event::{Event, kind},
-    map::{ORPHAN_CLIENT, ObjectKey, counter, kind as object_kind},
+    map::{ORPHAN_CLIENT, ObjectKey, RESERVATIONS, counter, kind as object_kind, of_place},
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tracing::{debug, error, warn};
@@ -169,11 +169,22 @@ impl Enforcer {
 
     /// What an event means for a person; `None` for one that only the daemon cares about.
     fn notice(&self, event: &Event) -> Option<Notice> {
-        let gpu = event.gpu;
+        let (gpu, is_host) = of_place(event.gpu);
+        let others = event.limited_by == RESERVATIONS;
+        let key = match (others, is_host) {
+            (true, _) => "memory.min",
+            (false, true) => "memory.host",
+            (false, false) => "memory.max",
+        };
         match event.kind {
             kind::DENIED => Some(Notice::Denied {
                 tenant: self.name_of(event.tenant),
-                limited_by: self.name_of(event.limited_by),
+                limited_by: if others {
+                    String::new()
+                } else {
+                    self.name_of(event.limited_by)
+                },
+                key: key.to_owned(),
                 gpu,
                 pid: process_of(event.tgid),
                 requested: event.bytes,
@@ -182,6 +193,7 @@ impl Enforcer {
             }),
             kind::BREACHED => Some(Notice::Breached {
                 tenant: self.name_of(event.tenant),
+                key: key.to_owned(),
                 gpu,
                 pid: event.tgid,
                 requested: event.bytes,
@@ -258,6 +270,9 @@ impl Enforcer {
     /// Finds what no event told: processes that are gone, clients whose file is closed.
     pub(super) fn sweep(&self) {
         self.look_at_high();
+        if let Err(error) = self.bound_cards() {
+            error!(%error, "cards could not be bounded");
+        }
         self.processes_gone(&lifecycle::dead_processes(&self.kernel, &*self.processes));
         let clients = self.kernel.clients().map(|(client, _)| client).collect();
         self.release_closed_clients(clients);

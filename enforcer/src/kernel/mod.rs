@@ -31,7 +31,7 @@ use aya::{
 };
 use gpuquota_common::{
     map::{
-        AccountKey, Budget, CELLS, Client, Device, DeviceKey, InFlight, MAX_TENANTS, NAME_LEN,
+        AccountKey, Budget, CELLS, Card, Client, Device, DeviceKey, InFlight, MAX_TENANTS, NAME_LEN,
         Object, ObjectKey, Process, Settings, TenantName, TenantRow, Usage, banked, cell, counter,
     },
     op,
@@ -59,6 +59,8 @@ const PINNED_MAPS: &[&str] = &[
     "NAMES",
     "BUDGETS",
     "USAGE",
+    "CARDS",
+    "CARD_SIZES",
     "CGROUPS",
     "DEVICES",
     "INSTANCES",
@@ -198,7 +200,9 @@ pub struct Kernel {
     frozen: Mutex<HashMap<MapData, FrozenKey, Frozen>>,
     queues: Mutex<HashMap<MapData, u32, Queue>>,
     exempt: Mutex<HashMap<MapData, u64, u32>>,
+    card_sizes: Mutex<Array<MapData, u64>>,
     usage: Array<MapData, Usage>,
+    cards: Array<MapData, Card>,
     objects: HashMap<MapData, ObjectKey, Object>,
     clients: HashMap<MapData, u32, Client>,
     accounts: HashMap<MapData, AccountKey, u64>,
@@ -259,7 +263,9 @@ impl Kernel {
             frozen,
             queues,
             exempt,
+            card_sizes,
             usage,
+            cards,
             objects,
             clients,
             accounts,
@@ -286,7 +292,9 @@ impl Kernel {
             instances: Mutex::new(instances),
             processes: Mutex::new(processes),
             frozen: Mutex::new(frozen),
+            card_sizes: Mutex::new(card_sizes),
             usage,
+            cards,
             objects,
             clients,
             accounts,
@@ -439,24 +447,24 @@ impl Kernel {
         Ok(String::from_utf8_lossy(&padded[..length]).into_owned())
     }
 
-    /// Writes limits into the bank of `generation`.
+    /// Writes limits at a place into the bank of `generation`.
     pub fn set_budget(
         &self,
         generation: u64,
         tenant: u32,
-        gpu: u32,
+        place: u32,
         budget: Budget,
     ) -> Result<(), KernelError> {
         lock(&self.budgets)
-            .set(banked(generation, cell(tenant, gpu), CELLS), budget)
+            .set(banked(generation, cell(tenant, place), CELLS), budget)
             .map_err(map_error("BUDGETS"))
     }
 
-    /// Makes the queue in which allocations of a tenant on a GPU wait; one that is there stays.
-    pub fn make_queue(&self, tenant: u32, gpu: u32) -> Result<(), KernelError> {
+    /// Makes the queue in which allocations of a tenant at a place wait; one that is there stays.
+    pub fn make_queue(&self, tenant: u32, place: u32) -> Result<(), KernelError> {
         // BPF_NOEXIST: who waits in it keeps the place.
         const IF_NONE: u64 = 1;
-        match lock(&self.queues).insert(cell(tenant, gpu), Queue::default(), IF_NONE) {
+        match lock(&self.queues).insert(cell(tenant, place), Queue::default(), IF_NONE) {
             Err(MapError::SyscallError(error))
                 if error.io_error.raw_os_error() == Some(libc::EEXIST) =>
             {
@@ -466,11 +474,28 @@ impl Kernel {
         }
     }
 
-    /// What a tenant uses on a GPU.
-    pub fn usage(&self, tenant: u32, gpu: u32) -> Result<Usage, KernelError> {
+    /// What a tenant uses at a place.
+    pub fn usage(&self, tenant: u32, place: u32) -> Result<Usage, KernelError> {
         self.usage
-            .get(&cell(tenant, gpu), 0)
+            .get(&cell(tenant, place), 0)
             .map_err(map_error("USAGE"))
+    }
+
+    /// What is claimed of a card.
+    pub fn card(&self, gpu: u32) -> Result<Card, KernelError> {
+        self.cards.get(&gpu, 0).map_err(map_error("CARDS"))
+    }
+
+    /// Says how much may be claimed of a card; `None`: no bound.
+    pub fn set_card_size(&self, gpu: u32, size: Option<u64>) -> Result<(), KernelError> {
+        lock(&self.card_sizes)
+            .set(gpu, size.unwrap_or(u64::MAX), 0)
+            .map_err(map_error("CARD_SIZES"))
+    }
+
+    /// Reserves memory for a tenant at a place, in place of what was reserved before. One caller at a time.
+    pub fn reserve(&self, tenant: u32, place: u32, bytes: u64) -> Result<(), KernelError> {
+        self.done(&[op::RESERVE, u64::from(tenant), u64::from(place), bytes])
     }
 
     /// The cgroups that are tenants' roots: id and tenant.
@@ -788,7 +813,9 @@ struct Maps {
     frozen: HashMap<MapData, FrozenKey, Frozen>,
     queues: HashMap<MapData, u32, Queue>,
     exempt: HashMap<MapData, u64, u32>,
+    card_sizes: Array<MapData, u64>,
     usage: Array<MapData, Usage>,
+    cards: Array<MapData, Card>,
     objects: HashMap<MapData, ObjectKey, Object>,
     clients: HashMap<MapData, u32, Client>,
     accounts: HashMap<MapData, AccountKey, u64>,
@@ -811,7 +838,9 @@ impl Maps {
             frozen: take(ebpf, "FROZEN")?,
             queues: take(ebpf, "QUEUES")?,
             exempt: take(ebpf, "EXEMPT")?,
+            card_sizes: take(ebpf, "CARD_SIZES")?,
             usage: take(ebpf, "USAGE")?,
+            cards: take(ebpf, "CARDS")?,
             objects: take(ebpf, "OBJECTS")?,
             clients: take(ebpf, "CLIENTS")?,
             accounts: take(ebpf, "ACCOUNTS")?,

@@ -54,6 +54,16 @@ pub struct Card {
     pub processes: Vec<(u32, Option<u64>)>,
 }
 
+impl Card {
+    /// Bytes that processes use; `None` if NVML does not tell of one of them.
+    pub fn used_by_processes(&self) -> Option<u64> {
+        self.processes
+            .iter()
+            .map(|(_, bytes)| *bytes)
+            .sum::<Option<u64>>()
+    }
+}
+
 /// What NVML said last.
 #[derive(Clone, Debug)]
 pub struct Snapshot {

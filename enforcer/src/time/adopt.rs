@@ -12,7 +12,7 @@ use std::{
 };
 
 use gpuquota_common::{
-    map::{DeviceKey, NO_GPU, Object, ObjectKey, kind},
+    map::{DeviceKey, NO_GPU, Object, ObjectKey, host_place, kind},
     nvidia::{class, status},
     rm::object_kind,
 };
@@ -254,7 +254,7 @@ fn objects(
         .flatten();
     let mut bytes = BTreeMap::new();
     for (handle, object) in &named {
-        if object_kind(object.class) == kind::MEMORY
+        if kind::is_memory(object_kind(object.class))
             && let Some(Ok(size)) = reach.with_fd(node, client.fd, |file| {
                 sched::memory_bytes(file, client.handle, *handle)
             })?
@@ -318,7 +318,11 @@ fn assemble(
                 kind: object_kind(object.class),
                 class: object.class,
                 parent: object.parent,
-                gpu: gpu.or(only).unwrap_or(NO_GPU),
+                gpu: if class::is_host_memory(object.class) {
+                    host_place(gpu.or(only).unwrap_or(NO_GPU))
+                } else {
+                    gpu.or(only).unwrap_or(NO_GPU)
+                },
                 bytes: bytes.get(handle).copied().unwrap_or(0),
                 ..base
             },

@@ -254,6 +254,7 @@ fn notices() -> Vec<Notice> {
         Notice::Denied {
             tenant: tenant.clone(),
             limited_by: "lab".into(),
+            key: "memory.max".into(),
             gpu: 0,
             pid: 4242,
             requested: 2 << 20,
@@ -262,6 +263,7 @@ fn notices() -> Vec<Notice> {
         },
         Notice::Breached {
             tenant: tenant.clone(),
+            key: "memory.max".into(),
             gpu: 1,
             pid: 4242,
             requested: GIB,
@@ -300,6 +302,7 @@ pub fn monitored(daemon: &Daemon, arguments: &[&str]) -> Vec<String> {
     daemon.control.happens(Notice::Denied {
         tenant: "lab".into(),
         limited_by: "lab".into(),
+        key: "memory.max".into(),
         gpu: 0,
         pid: 1,
         requested: 1,

@@ -197,6 +197,7 @@ fn changes_of_a_tenant_are_told() {
             daemon.control.happens(Notice::Denied {
                 tenant: "vision".into(),
                 limited_by: "vision".into(),
+                key: "memory.max".into(),
                 gpu: 0,
                 pid: 4242,
                 requested: 1,

@@ -17,7 +17,8 @@ use gpuquota_enforcer::{
     config::Bus,
     control::{
         Backend, BackendState, Control, ControlError, Finding, Gpu, Held, Notice, PolicyLoaded,
-        ProcessUse, QuotaChange, Server, Tenant, TenantGpu, Uncontrolled, Verdict, serve,
+        ProcessUse, QuotaChange, Server, Tenant, TenantGpu, Uncontrolled, Verdict,
+        memory::TenantMemory, serve,
     },
 };
 use gpuquota_policy::{HostGpu, Layer, Policy, Source};
@@ -267,6 +268,7 @@ fn tenants() -> Vec<Tenant> {
         denials: u64::from(gpu == 0) * 3,
         breaches: 0,
         processes: Vec::new(),
+        memory: TenantMemory::default(),
         time: None,
     };
     let mut on_zero = gpu(0, Some(40 * GIB), 12 * GIB + GIB / 2);

@@ -78,19 +78,29 @@ fn describe(notice: &Notice) -> (Style, String) {
         Notice::Denied {
             tenant,
             limited_by,
+            key,
             gpu,
             pid,
             requested,
             used,
             limit,
         } => {
+            if limited_by.is_empty() {
+                let text = format!(
+                    "denied    {tenant}: process {pid} asked for {} on GPU {gpu}; {} of {} are in use or reserved for others ({key})",
+                    size(*requested),
+                    size(*used),
+                    size(*limit)
+                );
+                return (Style::Warn, text);
+            }
             let around = if limited_by == tenant {
                 String::new()
             } else {
                 format!(" of {limited_by}")
             };
             let text = format!(
-                "denied    {tenant}: process {pid} asked for {} on GPU {gpu}; {} of memory.max = {}{around} in use",
+                "denied    {tenant}: process {pid} asked for {} on GPU {gpu}; {} of {key} = {}{around} in use",
                 size(*requested),
                 size(*used),
                 size(*limit)
@@ -99,6 +109,7 @@ fn describe(notice: &Notice) -> (Style, String) {
         }
         Notice::Breached {
             tenant,
+            key,
             gpu,
             pid,
             requested,
@@ -106,7 +117,7 @@ fn describe(notice: &Notice) -> (Style, String) {
             limit,
         } => {
             let text = format!(
-                "breached  {tenant}: process {pid} got {} on GPU {gpu}; {} in use, above memory.max = {}",
+                "breached  {tenant}: process {pid} got {} on GPU {gpu}; {} in use, above {key} = {}",
                 size(*requested),
                 size(*used),
                 size(*limit)

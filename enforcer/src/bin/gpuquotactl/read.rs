@@ -214,6 +214,10 @@ fn one_text(tenant: &Tenant, screen: Screen) -> String {
     text.push_str(&table.render(screen));
     text.push_str(&breaches(tenant, screen));
 
+    if let Some(memory) = memory_text(tenant, screen) {
+        text.push('\n');
+        text.push_str(&memory);
+    }
     if let Some(time) = time_text(tenant, screen) {
         text.push('\n');
         text.push_str(&time);
@@ -245,6 +249,39 @@ fn one_text(tenant: &Tenant, screen: Screen) -> String {
         text.push_str(&table.render(screen));
     }
     text
+}
+
+/// Reservations and pinned host memory by GPU; `None` where there is neither.
+fn memory_text(tenant: &Tenant, screen: Screen) -> Option<String> {
+    let mut table = Table::new(&[
+        ("GPU", Align::Right),
+        ("RESERVED", Align::Right),
+        ("PINNED", Align::Right),
+        ("PINNED MAX", Align::Right),
+        ("PINNED PEAK", Align::Right),
+        ("DENIED", Align::Right),
+    ]);
+    let mut any = false;
+    for gpu in &tenant.gpus {
+        let memory = &gpu.memory;
+        if memory.is_plain() {
+            continue;
+        }
+        any = true;
+        let full = memory.host_max.is_some_and(|max| memory.host_used >= max);
+        table.row([
+            (gpu.gpu.to_string(), Style::Plain),
+            (limit(Some(memory.min).filter(|min| *min > 0)), Style::Plain),
+            (
+                size(memory.host_used),
+                if full { Style::Bad } else { Style::Plain },
+            ),
+            (limit(memory.host_max), Style::Plain),
+            (size(memory.host_peak), Style::Plain),
+            count(memory.host_denials, Style::Warn),
+        ]);
+    }
+    any.then(|| table.render(screen))
 }
 
 /// GPU time by GPU; `None` where it is not controlled.

@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 
 use gpuquota_common::nvidia::{
-    IoctlCmd, class, ctrl, disable_channels, memparams, nr, nvos00, nvos02, nvos32, nvos54, nvos55,
+    IoctlCmd, class, ctrl, disable_channels, heap, memparams, nr, nvos00, nvos02, nvos32, nvos54, nvos55,
     nvos64, status, xfer,
 };
 
@@ -26,6 +26,8 @@ const HANDLE_PROVIDED: u32 = 0x4000;
 const ENGINE_GRAPHICS: u32 = 1;
 /// Flags and attributes that libcuda allocates with.
 const FLAGS: u32 = 0x1_c101;
+/// Attribute: memory of the host.
+const IN_HOST: u32 = 1 << heap::ATTR_LOCATION_SHIFT;
 const ATTR: u32 = 0x1800_0000;
 /// A type byte that nobody uses: the driver does not look at it.
 const ODD_TYPE: u32 = 0x11 << 8;
@@ -181,14 +183,26 @@ impl Raw {
                 ioctl(&self.ctl, "IOCTL_XFER_CMD", nr::IOCTL_XFER_CMD, &mut outer)?;
                 check("RM_ALLOC", u32_at(&inner, nvos64::STATUS))?;
             }
-            Via::Heap | Via::HeapRange | Via::HeapTiled => self.alloc_heap(via, handle, size)?,
-            Via::Legacy => {
+            Via::Heap | Via::HeapRange | Via::HeapTiled | Via::HeapHost => {
+                self.alloc_heap(via, handle, size)?;
+            }
+            Via::System => {
+                let class = class::NV01_MEMORY_SYSTEM;
+                let mut params = self.memory_params(size);
+                put_u32(&mut params, memparams::ATTR, ATTR | IN_HOST);
+                self.alloc_object(DEVICE, handle, class, &mut params)?;
+            }
+            Via::Legacy | Via::LegacyHost => {
                 let mut arg = [0; nvos02::SIZE as usize];
                 put_u32(&mut arg, nvos02::ROOT, self.client);
                 put_u32(&mut arg, nvos02::PARENT, DEVICE);
                 put_u32(&mut arg, nvos02::NEW, handle);
-                put_u32(&mut arg, nvos02::CLASS, class);
-                put_u32(&mut arg, nvos02::FLAGS, 2 << 8);
+                if via == Via::LegacyHost {
+                    put_u32(&mut arg, nvos02::CLASS, class::NV01_MEMORY_SYSTEM);
+                } else {
+                    put_u32(&mut arg, nvos02::CLASS, class);
+                    put_u32(&mut arg, nvos02::FLAGS, 2 << 8);
+                }
                 put_u64(&mut arg, nvos02::LIMIT, size - 1);
                 put(&mut arg, 48, &(-1i32).to_ne_bytes());
                 ioctl(&self.gpu, "RM_ALLOC_MEMORY", nr::RM_ALLOC_MEMORY, &mut arg)?;
@@ -245,6 +259,9 @@ impl Raw {
                 put_u64(&mut arg, nvos32::RANGE_SIZE, size);
             }
             _ => {
+                if via == Via::HeapHost {
+                    put_u32(&mut arg, nvos32::ALLOC_SIZE_ATTR, IN_HOST);
+                }
                 put_u32(&mut arg, nvos32::FUNCTION, nvos32::FN_ALLOC_SIZE);
                 put_u64(&mut arg, nvos32::ALLOC_SIZE_SIZE, size);
             }

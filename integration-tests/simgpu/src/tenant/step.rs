@@ -42,6 +42,12 @@ pub enum Via {
     /// Without libcuda: legacy `RM_ALLOC_MEMORY` on the GPU's file. It gives a window on all memory of the card
     /// and takes none.
     Legacy,
+    /// Without libcuda: pinned host memory by `RM_ALLOC`.
+    System,
+    /// Without libcuda: pinned host memory by the legacy `RM_ALLOC_MEMORY`.
+    LegacyHost,
+    /// Without libcuda: pinned host memory by `VID_HEAP_CONTROL`.
+    HeapHost,
     /// Without libcuda: allocated, duplicated, and the first handle freed.
     Dup,
     /// Without libcuda: below the subdevice instead of the device.

@@ -409,6 +409,18 @@ fn processes(model: &mut Model, name: &str, look: Look, room: usize) -> Vec<Line
             "cgroup {}{state}",
             clean(&tenant.cgroup)
         )));
+        for gpu in &tenant.gpus {
+            let memory = &gpu.memory;
+            if memory.min > 0 || memory.host_used > 0 || memory.host_max.is_some() {
+                lines.push(Line::from(format!(
+                    "GPU {}: reserved {}, pinned in the host {} of {}",
+                    gpu.gpu,
+                    size(memory.min),
+                    size(memory.host_used),
+                    bound(memory.host_max)
+                )));
+            }
+        }
         let head = format!(
             "{:>9} {:>3} {:>7} {:>5}  COMMAND",
             "PID", "GPU", "USED", "OF"

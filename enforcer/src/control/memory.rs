@@ -1,0 +1,29 @@
+//! Memory beyond one limit and its use, as users see it.
+
+use serde::{Deserialize, Serialize};
+
+/// What else there is to say about a tenant's memory on one GPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TenantMemory {
+    /// Bytes that are reserved for it; 0: none.
+    pub min: u64,
+    /// Limit of pinned host memory in bytes; absent: none.
+    pub host_max: Option<u64>,
+    /// Bytes of host memory that are pinned now, nested tenants included.
+    pub host_used: u64,
+    /// Highest value of `host_used`.
+    pub host_peak: u64,
+    /// Refused allocations of pinned host memory.
+    pub host_denials: u64,
+    /// Allocations of pinned host memory above the limit that nothing could refuse.
+    pub host_breaches: u64,
+    /// Bytes of host memory by process.
+    pub host_processes: Vec<(u32, u64)>,
+}
+
+impl TenantMemory {
+    /// Whether there is anything to say.
+    pub fn is_plain(&self) -> bool {
+        *self == Self::default()
+    }
+}
