@@ -5,7 +5,7 @@
 //! has two writers, so user space never loses an update that the kernel side makes at the same time.
 
 /// Version of every layout in this crate; part of the pin path, so that two layouts never share a map.
-pub const LAYOUT_VERSION: u32 = 2;
+pub const LAYOUT_VERSION: u32 = 3;
 
 /// Most tenants that one daemon governs.
 pub const MAX_TENANTS: u32 = 2048;
@@ -249,6 +249,8 @@ pub mod kind {
     pub const DUP: u32 = 7;
     /// Pinned host memory.
     pub const HOST: u32 = 8;
+    /// What the driver takes for a process by itself.
+    pub const CONTEXT: u32 = 9;
 
     /// Whether it is memory that is charged.
     #[inline(always)]
@@ -354,6 +356,18 @@ pub const ORPHAN_CLIENT: u32 = 0xffff_fffe;
 /// something in the kernel. No process has this number.
 pub const PARKED: u32 = 0;
 
+/// Client handle under which a process is charged for what the driver takes by itself; see [`context_key`].
+pub const CONTEXT_CLIENT: u32 = 0xffff_fffd;
+
+/// Key of the object that stands for a process's contexts on a GPU. Process ids have 22 bits.
+#[inline(always)]
+pub const fn context_key(tgid: u32, gpu: u32) -> ObjectKey {
+    ObjectKey {
+        client: CONTEXT_CLIENT,
+        handle: tgid | gpu << 24,
+    }
+}
+
 /// A process that has spoken to the driver, or inherited from one that has.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -372,6 +386,8 @@ pub mod process_flags {
     pub const ACTIVE: u32 = 1;
     /// Is exiting; its charges are released when its files are gone.
     pub const EXITING: u32 = 2;
+    /// Was there before the observer.
+    pub const ADOPTED: u32 = 4;
 }
 
 /// A driver call between entry and exit, by thread.

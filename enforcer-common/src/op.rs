@@ -24,7 +24,10 @@ pub const ADOPT_PROCESS: u64 = 6;
 /// `[ADOPT_OBJECT, client, handle, tgid, tenant, gpu, kind, class, parent, fd, bytes, cgroup]`.
 pub const ADOPT_OBJECT: u64 = 7;
 /// Reserve memory for a tenant at a place; one caller at a time: `[RESERVE, tenant, place, bytes]`.
-pub const RESERVE: u64 = 8;
+pub const RESERVE: u64 = 10;
+/// Charge a process for what the driver takes for it by itself, in place of what was charged before. With `report` a limit
+/// that this exceeds is a breach: `[CHARGE_CONTEXT, tgid, tenant, gpu, bytes, cgroup, report]`.
+pub const CHARGE_CONTEXT: u64 = 11;
 
 /// Whether the open file at a kernel address still is an open control file: `[IS_OPEN, address]`.
 pub const IS_OPEN: u64 = 8;

@@ -21,7 +21,7 @@ pub fn process(tgid: u32, start_ns: u64, tenant: u32, cgroup: u64) -> u32 {
     let process = Process {
         start_ns,
         forked_from: 0,
-        flags: process_flags::ACTIVE,
+        flags: process_flags::ACTIVE | process_flags::ADOPTED,
     };
     if PROCESSES.insert(tgid, process, NO_EXIST).is_err() && PROCESSES.get_ptr(tgid).is_none() {
         count(counter::PROCESSES_FULL);

@@ -8,6 +8,7 @@
 use gpuquota_common::{
     claim,
     event::{self, Event},
+    launch::SharedWord as _,
     map::{
         AccountKey, MAX_NESTING, MAX_TENANTS, NO_TENANT, ORPHAN_CLIENT, Object, ObjectKey, PLACES,
         RESERVATIONS, Refusal, SECOND_TRY_NS, Usage, cell, counter, kind, on_max,
@@ -282,7 +283,9 @@ fn use_bytes(generation: u64, tenant: u32, place: u32, bytes: u64) {
             break;
         };
         let before = memory_of(usage).add(bytes);
-        let after = before.saturating_add(bytes);
+        // Whoever gives back lets go of the claim first: what is in use may for a moment seem more than is claimed.
+        let claimed = claim::bytes(claim::used(claim_of(usage).load()));
+        let after = before.saturating_add(bytes).min(claimed);
         // SAFETY: a word of a map value. A racing maximum may be lost for one reservation; it is a gauge.
         unsafe {
             if (*usage).peak < after {
@@ -316,6 +319,7 @@ pub fn unreserve(generation: u64, tenant: u32, place: u32, bytes: u64) {
     if bytes == 0 {
         return;
     }
+    unclaim_from(generation, tenant, place, claim::units(bytes));
     let mut at = tenant;
     for _ in 0..MAX_NESTING {
         let Some(usage) = usage(at, place) else {
@@ -324,7 +328,6 @@ pub fn unreserve(generation: u64, tenant: u32, place: u32, bytes: u64) {
         take(memory_of(usage), bytes);
         at = around(generation, at);
     }
-    unclaim_from(generation, tenant, place, claim::units(bytes));
 }
 
 /// Reserves memory for a tenant, in place of what was reserved for it before.

@@ -7,8 +7,10 @@ use core::ffi::c_void;
 
 use aya_ebpf::programs::RawTracePointContext;
 use gpuquota_common::{
+    event::{self, Event},
     map::{
-        AccountKey, InFlight, MAX_TENANTS, NO_TENANT, Object, ObjectKey, PLACES, counter, refusal,
+        AccountKey, InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, Object, ObjectKey, PLACES,
+        context_key, counter, kind, refusal,
     },
     nvidia::status,
     op::{self, result},
@@ -16,9 +18,9 @@ use gpuquota_common::{
 
 use crate::{
     adopt, file,
-    ledger::{self, Decision, Request},
+    ledger::{self, Decision, Request, Reserved},
     lists,
-    maps::{IN_FLIGHT, OBJECTS, count, settings},
+    maps::{IN_FLIGHT, OBJECTS, count, now, settings},
 };
 
 /// Runs the operation that the first word names, and returns its result.
@@ -57,6 +59,12 @@ pub extern "C" fn ledger_op(ctx: *mut c_void) -> u32 {
         op::IS_FILE => found(file::is_file(a as u32, b)),
         op::ADOPT_PROCESS => adopt::process(a as u32, b, c as u32, d),
         op::ADOPT_OBJECT => adopt_object(&ctx),
+        op::CHARGE_CONTEXT => charge_context(
+            (a as u32, c as u32),
+            (b as u32, ctx.arg(5)),
+            d,
+            ctx.arg::<u64>(6) == 1,
+        ),
         op::RESERVE => {
             if ledger::set_reservation(settings().generation, a as u32, b as u32, c) {
                 result::OK
@@ -183,6 +191,84 @@ fn cancel(thread: u32) -> u32 {
         flight.gpu,
         flight.reserved,
     );
+    result::OK
+}
+
+/// Charges what the driver takes for a process by itself. Nothing can refuse it, so no limit is asked.
+#[inline(always)]
+fn charge_context(
+    (tgid, gpu): (u32, u32),
+    (tenant, cgroup): (u32, u64),
+    bytes: u64,
+    report: bool,
+) -> u32 {
+    if gpu >= MAX_GPUS {
+        return result::INVALID;
+    }
+    let generation = settings().generation;
+    let key = context_key(tgid, gpu);
+    let mut object = match OBJECTS.get_ptr_mut(key) {
+        // SAFETY: a copy of a map value; only user space changes it, one call at a time.
+        Some(known) => unsafe { *known },
+        None => Object {
+            bytes: 0,
+            born_ns: now(),
+            cgroup,
+            tgid,
+            tenant,
+            gpu,
+            kind: kind::CONTEXT,
+            class: 0,
+            parent: 0,
+            source: ObjectKey {
+                client: 0,
+                handle: 0,
+            },
+            dups: 0,
+            fd: 0,
+            file: 0,
+        },
+    };
+    let before = object.bytes;
+    if bytes == 0 {
+        ledger::release(generation, key);
+        return result::OK;
+    }
+    object.bytes = bytes;
+    if OBJECTS.insert(key, object, 0).is_err() {
+        count(counter::OBJECTS_FULL);
+        return result::FULL;
+    }
+    if bytes < before {
+        ledger::withdraw(generation, tgid, object.tenant, gpu, before - bytes);
+        return result::OK;
+    }
+    let outcome = ledger::reserve(generation, object.tenant, gpu, bytes - before, true);
+    ledger::deposit(tgid, object.tenant, gpu, bytes - before);
+    if let Reserved::No {
+        limited_by,
+        used,
+        limit,
+    } = outcome
+        && report
+        && object.tenant != NO_TENANT
+    {
+        ledger::breach(&Event {
+            kind: event::kind::BREACHED,
+            tenant: object.tenant,
+            gpu,
+            tgid,
+            client: key.client,
+            handle: key.handle,
+            limited_by,
+            class: 0,
+            bytes,
+            used,
+            limit,
+            cgroup: object.cgroup,
+            at_ns: now(),
+        });
+    }
     result::OK
 }
 

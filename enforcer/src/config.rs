@@ -91,6 +91,8 @@ pub struct EnforcementSettings {
     pub daemon_loss: DaemonLoss,
     /// How often the ledger is compared with NVML.
     pub reconcile_interval: Duration,
+    /// The most that the driver takes for one context by itself, in bytes. What a process has beyond got past the ledger.
+    pub context_bound: u64,
     /// How long an allocation may wait for a daemon that is gone before it is refused.
     pub listener_timeout: Duration,
 }
@@ -146,6 +148,7 @@ impl Default for Config {
                 ],
                 daemon_loss: DaemonLoss::Keep,
                 reconcile_interval: Duration::from_secs(1),
+                context_bound: 256 << 20,
                 listener_timeout: Duration::from_secs(30),
             },
             launch: LaunchSettings {
@@ -532,6 +535,7 @@ struct EnforcementTable {
     ungoverned_exempt: Option<Vec<Spanned<String>>>,
     daemon_loss: Option<DaemonLoss>,
     reconcile_interval: Option<Spanned<Interval>>,
+    context_bound: Option<Amount>,
     listener_timeout: Option<Spanned<Interval>>,
 }
 
@@ -597,6 +601,10 @@ impl File {
                     "out of range; allowed is 2 to 1000",
                 ));
             }
+        }
+
+        if let Some(Amount(bytes)) = self.enforcement.context_bound {
+            config.enforcement.context_bound = bytes;
         }
 
         let mut interval = |target: &mut Duration,
@@ -740,6 +748,20 @@ impl<'de> Deserialize<'de> for AbsolutePath {
     }
 }
 
+/// An amount of memory with a unit: `256MiB`.
+#[derive(Clone, Copy)]
+struct Amount(u64);
+
+impl FromStr for Amount {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        text.parse()
+            .map(|gpuquota_policy::Size(bytes)| Self(bytes))
+            .map_err(|error| error.to_string())
+    }
+}
+
 /// A time span with a unit: `10ms`, `1s`, `2min`.
 #[derive(Clone, Copy)]
 struct Interval(Duration);
@@ -780,6 +802,15 @@ impl fmt::Display for Interval {
             }
         }
         write!(f, "{micros}us")
+    }
+}
+
+impl<'de> Deserialize<'de> for Amount {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(Text {
+            expected: "an amount of memory such as \"256MiB\"",
+            parse: str::parse::<Amount>,
+        })
     }
 }
 
@@ -899,6 +930,7 @@ mod tests {
             ungoverned-exempt = ["/x.slice/y"]
             daemon-loss = "open"
             reconcile-interval = "250 ms"
+            context-bound = "512MiB"
             listener-timeout = "2min"
             [launch]
             max-delay = "250ms"
@@ -933,6 +965,7 @@ mod tests {
                 ungoverned_exempt: vec!["/x.slice/y".into()],
                 daemon_loss: DaemonLoss::Open,
                 reconcile_interval: Duration::from_millis(250),
+                context_bound: 512 << 20,
                 listener_timeout: Duration::from_mins(2),
             },
             launch: LaunchSettings {

@@ -7,6 +7,7 @@
 mod adopting;
 mod answers;
 mod closing;
+mod contexts;
 mod governing;
 mod judging;
 mod launching;
@@ -149,6 +150,7 @@ pub struct Enforcer {
     lacking: Lacking,
     endings: Endings,
     high: Mutex<HighWater>,
+    contexts: Mutex<contexts::ContextState>,
     /// How much of each card there is to reserve from.
     cards: Cards,
     /// False for a driver that is not known: then nobody's GPU time is touched.
@@ -238,6 +240,7 @@ impl Enforcer {
             lacking,
             endings: Endings::default(),
             high: Mutex::default(),
+            contexts: Mutex::default(),
             cards: Cards::default(),
             known_driver: known,
             unpinned,

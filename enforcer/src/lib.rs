@@ -5,6 +5,7 @@ pub mod cards;
 pub mod cgroup;
 pub mod client;
 pub mod config;
+pub mod context;
 pub mod control;
 pub mod doctor;
 pub mod driver;

@@ -125,6 +125,10 @@ pub struct TenantGpuSample {
     pub breaches: u64,
     /// Bytes that are reserved for it.
     pub min: u64,
+    /// Bytes that are charged for contexts.
+    pub context: u64,
+    /// What NVML shows for its processes, less what is charged.
+    pub drift: i64,
     /// Limit of pinned host memory in bytes.
     pub host_max: Option<u64>,
     /// Bytes of pinned host memory.
@@ -412,6 +416,18 @@ fn tenants(out: &mut Exposition, tenants: &[TenantSample]) {
         |gpu| bytes(gpu.min),
     );
     on_gpu(
+        "gpuquota_tenant_memory_context_bytes",
+        Kind::Gauge,
+        "Memory charged for what the driver takes by itself.",
+        |gpu| bytes(gpu.context),
+    );
+    on_gpu(
+        "gpuquota_tenant_memory_drift_bytes",
+        Kind::Gauge,
+        "What NVML shows for the tenant's processes, less what is charged for them.",
+        |gpu| signed(gpu.drift),
+    );
+    on_gpu(
         "gpuquota_tenant_host_memory_used_bytes",
         Kind::Gauge,
         "Host memory pinned for the GPU now, nested tenants included.",
@@ -635,6 +651,10 @@ fn kernel_side(out: &mut Exposition, snapshot: &Snapshot) {
     reason = "Prometheus keeps every value as a 64-bit float"
 )]
 fn bytes(value: u64) -> f64 {
+    value as f64
+}
+
+fn signed(value: i64) -> f64 {
     value as f64
 }
 

@@ -17,6 +17,10 @@ pub struct TenantMemory {
     pub host_denials: u64,
     /// Allocations of pinned host memory above the limit that nothing could refuse.
     pub host_breaches: u64,
+    /// Bytes that are charged for what the driver takes by itself, nested tenants included.
+    pub context: u64,
+    /// What NVML shows for the tenant's processes, less what is charged.
+    pub drift: i64,
     /// Bytes of host memory by process.
     pub host_processes: Vec<(u32, u64)>,
 }

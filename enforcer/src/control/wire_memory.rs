@@ -27,6 +27,10 @@ pub struct MemoryDict {
     #[serde(with = "as_value")]
     host_breaches: u64,
     #[serde(with = "as_value")]
+    context: u64,
+    #[serde(with = "as_value")]
+    drift: i64,
+    #[serde(with = "as_value")]
     host_processes: Vec<(u32, u64)>,
 }
 
@@ -39,6 +43,8 @@ impl From<TenantMemory> for MemoryDict {
             host_peak: memory.host_peak,
             host_denials: memory.host_denials,
             host_breaches: memory.host_breaches,
+            context: memory.context,
+            drift: memory.drift,
             host_processes: memory.host_processes,
         }
     }
@@ -53,6 +59,8 @@ impl From<MemoryDict> for TenantMemory {
             host_peak: dict.host_peak,
             host_denials: dict.host_denials,
             host_breaches: dict.host_breaches,
+            context: dict.context,
+            drift: dict.drift,
             host_processes: dict.host_processes,
         }
     }

@@ -302,7 +302,10 @@ impl Enforcer {
     ) -> Option<TenantMemory> {
         let place = host_place(gpu);
         let usage = self.kernel.usage(index, place).ok()?;
+        let sums = self.sums(index, gpu);
         Some(TenantMemory {
+            context: sums.context,
+            drift: sums.drift,
             min: budget.min,
             host_max: budget.host,
             host_used: usage.memory,
@@ -350,9 +353,7 @@ impl Enforcer {
         findings.push(doctor::finding(
             "not in the ledger",
             Verdict::Info,
-            "managed memory, and what the driver takes by itself for contexts and page tables: memory.managed and \
-             memory.context have no effect in this version"
-                .to_owned(),
+            "managed memory: memory.managed has no effect in this version".to_owned(),
         ));
         if let Ok(counters) = self.kernel.counters() {
             findings.extend(doctor::counters(&counters));

@@ -206,7 +206,10 @@ impl Enforcer {
                         let budget = now.policy.effective(name, gpu)?;
                         let usage = self.kernel.usage(index, gpu.index).ok()?;
                         let pinned = self.kernel.usage(index, host_place(gpu.index)).ok()?;
+                        let sums = self.sums(index, gpu.index);
                         Some(TenantGpuSample {
+                            context: sums.context,
+                            drift: sums.drift,
                             gpu: gpu.index,
                             max: budget.memory.max,
                             high: budget.memory.high,

@@ -129,7 +129,7 @@ impl Enforcer {
         });
     }
 
-    fn memory_budget(&self, tenant: u32, gpu: u32) -> Option<MemoryBudget> {
+    pub(super) fn memory_budget(&self, tenant: u32, gpu: u32) -> Option<MemoryBudget> {
         let now = self.read();
         let name = &now.seating.seat(tenant)?.name;
         let gpu = self.host.gpus.iter().find(|found| found.index == gpu)?;

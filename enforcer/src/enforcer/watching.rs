@@ -12,7 +12,10 @@ use std::{
 use aya::maps::{MapData, RingBuf};
 use gpuquota_common::{
     event::{Event, kind},
-    map::{ORPHAN_CLIENT, ObjectKey, RESERVATIONS, counter, kind as object_kind, of_place},
+    map::{
+        CONTEXT_CLIENT, ORPHAN_CLIENT, ObjectKey, RESERVATIONS, counter, kind as object_kind,
+        of_place,
+    },
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tracing::{debug, error, warn};
@@ -130,7 +133,7 @@ impl Enforcer {
             }
             kind::CHANNEL_NEW => {
                 self.launches.seen(event.tgid);
-                Ok(())
+                self.expect_context(event)
             }
             kind::PROCESS_EXEC => {
                 let of_process = self
@@ -270,6 +273,7 @@ impl Enforcer {
     /// Finds what no event told: processes that are gone, clients whose file is closed.
     pub(super) fn sweep(&self) {
         self.look_at_high();
+        self.charge_contexts();
         if let Err(error) = self.bound_cards() {
             error!(%error, "cards could not be bounded");
         }
@@ -294,6 +298,7 @@ impl Enforcer {
                     handle: key.client,
                 };
                 key.client != ORPHAN_CLIENT
+                    && key.client != CONTEXT_CLIENT
                     && object.kind != object_kind::CLIENT
                     && (!objects.contains_key(&parent) || !objects.contains_key(&client))
             })

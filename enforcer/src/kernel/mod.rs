@@ -30,6 +30,7 @@ use aya::{
     },
 };
 use gpuquota_common::{
+    claim,
     map::{
         AccountKey, Budget, CELLS, Card, Client, Device, DeviceKey, InFlight, MAX_TENANTS, NAME_LEN,
         Object, ObjectKey, Process, Settings, TenantName, TenantRow, Usage, banked, cell, counter,
@@ -476,9 +477,13 @@ impl Kernel {
 
     /// What a tenant uses at a place.
     pub fn usage(&self, tenant: u32, place: u32) -> Result<Usage, KernelError> {
-        self.usage
+        let mut usage = self
+            .usage
             .get(&cell(tenant, place), 0)
-            .map_err(map_error("USAGE"))
+            .map_err(map_error("USAGE"))?;
+        // Whoever gives back lets go of the claim first, and limits are compared with that.
+        usage.memory = usage.memory.min(claim::bytes(claim::used(usage.claim)));
+        Ok(usage)
     }
 
     /// What is claimed of a card.
@@ -745,6 +750,26 @@ impl Kernel {
             u64::from(object.fd),
             object.bytes,
             object.cgroup,
+        ])
+    }
+
+    /// Charges a process for what the driver takes for it by itself, in place of what was charged before. With `report` a
+    /// limit that this exceeds is a breach.
+    pub fn charge_context(
+        &self,
+        (tgid, gpu): (u32, u32),
+        (tenant, cgroup): (u32, u64),
+        bytes: u64,
+        report: bool,
+    ) -> Result<(), KernelError> {
+        self.done(&[
+            op::CHARGE_CONTEXT,
+            u64::from(tgid),
+            u64::from(tenant),
+            u64::from(gpu),
+            bytes,
+            cgroup,
+            u64::from(report),
         ])
     }
 

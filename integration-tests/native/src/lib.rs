@@ -49,11 +49,16 @@ pub struct Bed {
 }
 
 impl Bed {
-    /// Simulated GPUs and a daemon with this policy.
+    /// Simulated GPUs and a daemon with this policy. Contexts take nothing that libcuda does not allocate, so that what is
+    /// charged is exactly what was asked for.
     ///
     /// `@` in the policy stands for the bed's own cgroup, such as `/gqbed-4711-1.slice`.
     pub fn new(policy: &str) -> Self {
-        Self::with(&Options::default(), policy)
+        let options = Options {
+            context_hidden: 0,
+            ..Options::default()
+        };
+        Self::with(&options, policy)
     }
 
     /// As [`Bed::new`], on other GPUs.
@@ -303,6 +308,23 @@ impl Bed {
         }
     }
 
+    /// Waits until what the daemon tells of a tenant on a GPU is what `wanted` says; returns the last in any case.
+    pub fn wait_tenant(
+        &self,
+        name: &str,
+        gpu: u32,
+        wanted: impl Fn(&TenantGpu) -> bool,
+    ) -> TenantGpu {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let usage = self.usage(name, gpu);
+            if wanted(&usage) || Instant::now() >= end {
+                return usage;
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
     /// Every number of the ledger that should be zero once nobody holds anything: name and value.
     pub fn residue(&self) -> Vec<(String, u64)> {
         let state = self
@@ -315,13 +337,23 @@ impl Bed {
                 found.push((name, value));
             }
         };
+        let mut reserved = false;
         for list in ["objects", "accounts", "usage"] {
             for item in state[list].as_array().expect("a list") {
                 match list {
-                    "usage" => add(format!("usage {item}"), &item["memory"]),
+                    "usage" => {
+                        add(format!("usage {item}"), &item["memory"]);
+                        add(format!("claim {item}"), &item["claim"]);
+                        reserved |= item["reserved"] != 0;
+                    }
                     "accounts" => add(format!("account {item}"), &item["bytes"]),
                     _ => add(format!("object {item}"), &serde_json::json!(1)),
                 }
+            }
+        }
+        for card in state["cards"].as_array().expect("a list") {
+            if !reserved {
+                add(format!("card {card}"), &card["claim"]);
             }
         }
         add("calls in flight".into(), &state["in_flight"]);

@@ -66,6 +66,8 @@ pub struct Options {
     pub memory: u64,
     /// What NVML shows for a process that has a context and nothing else.
     pub context_overhead: u64,
+    /// The part of it that the driver takes by itself.
+    pub context_hidden: u64,
     /// Whether the server writes every call to [`SimGpu::trace`].
     pub trace: bool,
     /// Directory of the binaries and libraries; found from the running executable if `None`.
@@ -78,6 +80,7 @@ impl Default for Options {
             gpus: 2,
             memory: 16 << 30,
             context_overhead: crate::sim::CONTEXT_OVERHEAD,
+            context_hidden: crate::sim::CONTEXT_HIDDEN,
             trace: false,
             binaries: None,
         }
@@ -124,6 +127,7 @@ impl SimGpu {
             .args(["--gpus", &options.gpus.to_string()])
             .args(["--memory", &options.memory.to_string()])
             .args(["--context-overhead", &options.context_overhead.to_string()])
+            .args(["--context-hidden", &options.context_hidden.to_string()])
             .arg("--exit-with-stdin")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -12,6 +12,7 @@
 //! | `fail alloc STATUS [COUNT]` | the next COUNT (1) memory allocations fail with this RM status |
 //! | `delay NR MS` | the driver's escape NR (`0x2b`, or `all`) takes MS milliseconds longer; 0 ends it |
 //! | `xid GPU CODE [PID]` | raises an Xid; with PID its channels stop for good |
+//! | `hide GPU PID SIZE` | a process has this much memory that none of its calls asked for, until it ends |
 //! | `reset-peak` | the peak figures of `sim-state.json` start again at what is used now |
 
 /// File for launches and commands.

@@ -256,6 +256,7 @@ fn memory_text(tenant: &Tenant, screen: Screen) -> Option<String> {
     let mut table = Table::new(&[
         ("GPU", Align::Right),
         ("RESERVED", Align::Right),
+        ("CONTEXTS", Align::Right),
         ("PINNED", Align::Right),
         ("PINNED MAX", Align::Right),
         ("PINNED PEAK", Align::Right),
@@ -272,6 +273,7 @@ fn memory_text(tenant: &Tenant, screen: Screen) -> Option<String> {
         table.row([
             (gpu.gpu.to_string(), Style::Plain),
             (limit(Some(memory.min).filter(|min| *min > 0)), Style::Plain),
+            (size(memory.context), Style::Plain),
             (
                 size(memory.host_used),
                 if full { Style::Bad } else { Style::Plain },

@@ -37,6 +37,9 @@ struct Args {
     /// What NVML shows for a process that has a context and nothing else.
     #[arg(long, default_value_t = CONTEXT_OVERHEAD, value_parser = parse_size)]
     context_overhead: u64,
+    /// The part of it that the driver takes by itself.
+    #[arg(long, default_value_t = CONTEXT_HIDDEN, value_parser = parse_size)]
+    context_hidden: u64,
     /// Cost of a switch between two processes, microseconds.
     #[arg(long, default_value_t = 200)]
     switch_us: u64,
@@ -87,7 +90,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
     let config = Config {
         gpus,
         context_overhead: args.context_overhead,
-        context_hidden: CONTEXT_HIDDEN.min(args.context_overhead),
+        context_hidden: args.context_hidden.min(args.context_overhead),
         timing: Timing {
             switch_ns: args.switch_us * 1000,
             ..Timing::default()

@@ -445,6 +445,14 @@ fn command(shared: &mut Shared, line: &str) -> Result<(), String> {
             shared.sim.memory_mut().set_capacity(index, size);
             Ok(())
         }
+        ["hide", index, pid, size] => {
+            let (index, size) = (gpu(index)?, parse_size(size)?);
+            if shared.sim.hide(index, number(pid)?, size) {
+                Ok(())
+            } else {
+                Err("the card is full".into())
+            }
+        }
         ["fail", "alloc", status] => {
             shared.sim.fail_allocations(number(status)?, 1);
             Ok(())

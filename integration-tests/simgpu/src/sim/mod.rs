@@ -209,6 +209,8 @@ pub struct Sim {
     clients: BTreeMap<u32, Client>,
     next_client: u32,
     memory: VideoMemory,
+    /// Memory that no call asked for, by process and card.
+    hidden: BTreeMap<(u32, usize), vidmem::BlockId>,
     schedulers: Vec<Scheduler>,
     xids: Vec<Vec<state::XidState>>,
     failures: Vec<(RmStatus, u64)>,
@@ -223,6 +225,7 @@ impl Sim {
             clients: BTreeMap::new(),
             next_client: FIRST_CLIENT,
             memory: VideoMemory::new(config.gpus.iter().map(|gpu| gpu.memory)),
+            hidden: BTreeMap::new(),
             schedulers: config
                 .gpus
                 .iter()
@@ -486,6 +489,21 @@ impl Sim {
         Ok(())
     }
 
+    /// Gives a process memory that none of its calls asked for, in place of what it was given so before.
+    pub fn hide(&mut self, gpu: usize, pid: u32, bytes: u64) -> bool {
+        if let Some(block) = self.hidden.remove(&(pid, gpu)) {
+            self.memory.release(block);
+        }
+        if bytes == 0 {
+            return true;
+        }
+        let block = self.memory.take(gpu, bytes, pid, Purpose::Context);
+        if let Some(block) = block {
+            self.hidden.insert((pid, gpu), block);
+        }
+        block.is_some()
+    }
+
     fn drop_context(&mut self, client_handle: u32, gpu: usize) {
         let Some(client) = self.clients.get_mut(&client_handle) else {
             return;
@@ -537,6 +555,7 @@ impl Sim {
         let Some(client) = self.clients.get(&handle) else {
             return;
         };
+        let pid = client.pid;
         let top: Vec<u32> = client
             .objects()
             .filter(|(_, object)| object.parent == handle)
@@ -546,6 +565,17 @@ impl Sim {
             self.free_object(handle, object);
         }
         self.clients.remove(&handle);
+        if self.clients.values().all(|client| client.pid != pid) {
+            let last: Vec<_> = self
+                .hidden
+                .keys()
+                .filter(|(of, _)| *of == pid)
+                .copied()
+                .collect();
+            for key in last {
+                self.hide(key.1, key.0, 0);
+            }
+        }
     }
 
     /// Whether an allocation was asked to fail.
