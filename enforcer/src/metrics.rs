@@ -159,6 +159,7 @@ pub fn render(snapshot: &Snapshot) -> String {
     policy(&mut out, snapshot);
     gpus(&mut out, &snapshot.gpus);
     tenants(&mut out, &snapshot.tenants);
+    more_memory(&mut out, &snapshot.tenants);
     gpu_time(&mut out, &snapshot.tenants);
     launches(&mut out, &snapshot.tenants);
     kernel_side(&mut out, snapshot);
@@ -361,18 +362,7 @@ fn tenants(out: &mut Exposition, tenants: &[TenantSample]) {
     for tenant in tenants {
         cgroups.labelled(&[("tenant", &tenant.name)], tenant.cgroups);
     }
-    let mut on_gpu = |name, kind, help, value: fn(&TenantGpuSample) -> f64| {
-        let family = out.family(name, kind, help);
-        for tenant in tenants {
-            for gpu in &tenant.gpus {
-                let labels = [
-                    ("tenant", tenant.name.as_str()),
-                    ("gpu", &gpu.gpu.to_string()),
-                ];
-                family.labelled(&labels, value(gpu));
-            }
-        }
-    };
+    let mut on_gpu = |name, kind, help, value| on_gpu(out, tenants, name, kind, help, value);
     on_gpu(
         "gpuquota_tenant_memory_used_bytes",
         Kind::Gauge,
@@ -410,46 +400,83 @@ fn tenants(out: &mut Exposition, tenants: &[TenantSample]) {
         |gpu| bytes(gpu.breaches),
     );
     on_gpu(
+        "gpuquota_tenant_processes",
+        Kind::Gauge,
+        "Processes with memory on the GPU, without those of nested tenants.",
+        |gpu| bytes(gpu.processes),
+    );
+}
+
+/// A family with one value for each tenant and GPU.
+fn on_gpu(
+    out: &mut Exposition,
+    tenants: &[TenantSample],
+    name: &'static str,
+    kind: Kind,
+    help: &'static str,
+    value: fn(&TenantGpuSample) -> f64,
+) {
+    let family = out.family(name, kind, help);
+    for tenant in tenants {
+        for gpu in &tenant.gpus {
+            let labels = [
+                ("tenant", tenant.name.as_str()),
+                ("gpu", &gpu.gpu.to_string()),
+            ];
+            family.labelled(&labels, value(gpu));
+        }
+    }
+}
+
+/// Memory beyond one limit and its use.
+fn more_memory(out: &mut Exposition, tenants: &[TenantSample]) {
+    on_gpu(
+        out,
+        tenants,
         "gpuquota_tenant_memory_min_bytes",
         Kind::Gauge,
         "Memory that is reserved for the tenant.",
         |gpu| bytes(gpu.min),
     );
     on_gpu(
+        out,
+        tenants,
         "gpuquota_tenant_memory_context_bytes",
         Kind::Gauge,
         "Memory charged for what the driver takes by itself.",
         |gpu| bytes(gpu.context),
     );
     on_gpu(
+        out,
+        tenants,
         "gpuquota_tenant_memory_drift_bytes",
         Kind::Gauge,
         "What NVML shows for the tenant's processes, less what is charged for them.",
         |gpu| signed(gpu.drift),
     );
     on_gpu(
+        out,
+        tenants,
         "gpuquota_tenant_host_memory_used_bytes",
         Kind::Gauge,
         "Host memory pinned for the GPU now, nested tenants included.",
         |gpu| bytes(gpu.host_used),
     );
     on_gpu(
+        out,
+        tenants,
         "gpuquota_tenant_host_memory_max_bytes",
         Kind::Gauge,
         "Limit of pinned host memory; +Inf if there is none.",
         |gpu| limit(gpu.host_max),
     );
     on_gpu(
+        out,
+        tenants,
         "gpuquota_tenant_host_memory_denials_total",
         Kind::Counter,
         "Allocations of pinned host memory that the tenant's limit refused.",
         |gpu| bytes(gpu.host_denials),
-    );
-    on_gpu(
-        "gpuquota_tenant_processes",
-        Kind::Gauge,
-        "Processes with memory on the GPU, without those of nested tenants.",
-        |gpu| bytes(gpu.processes),
     );
 }
 
@@ -654,6 +681,11 @@ fn bytes(value: u64) -> f64 {
     value as f64
 }
 
+/// As exact as [`bytes`].
+#[expect(
+    clippy::cast_precision_loss,
+    reason = "Prometheus keeps every value as a 64-bit float"
+)]
 fn signed(value: i64) -> f64 {
     value as f64
 }

@@ -8,8 +8,8 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 
 use gpuquota_common::nvidia::{
-    IoctlCmd, class, ctrl, disable_channels, heap, memparams, nr, nvos00, nvos02, nvos32, nvos54, nvos55,
-    nvos64, status, xfer,
+    IoctlCmd, class, ctrl, disable_channels, heap, memparams, nr, nvos00, nvos02, nvos32, nvos54,
+    nvos55, nvos64, status, xfer,
 };
 
 use super::TenantError;
