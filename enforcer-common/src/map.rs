@@ -303,7 +303,7 @@ pub struct Object {
 
 /// The lists that a [`Client`] has.
 pub mod list {
-    /// Video memory, its own and others': what there may be a million of.
+    /// Memory, its own and others': what there may be a million of.
     pub const MEMORY: usize = 0;
     /// Everything else: the client itself, devices, channels.
     pub const STRUCTURE: usize = 1;
@@ -313,7 +313,7 @@ pub mod list {
     /// The list for a kind of object.
     #[inline(always)]
     pub const fn of(kind: u32) -> usize {
-        if kind == super::kind::MEMORY || kind == super::kind::DUP {
+        if super::kind::is_memory(kind) || kind == super::kind::DUP {
             MEMORY
         } else {
             STRUCTURE
@@ -356,16 +356,23 @@ pub const ORPHAN_CLIENT: u32 = 0xffff_fffe;
 /// something in the kernel. No process has this number.
 pub const PARKED: u32 = 0;
 
-/// Client handle under which a process is charged for what the driver takes by itself; see [`context_key`].
-pub const CONTEXT_CLIENT: u32 = 0xffff_fffd;
+/// Client handles under which processes are charged for what the driver takes by itself begin here, one for each process
+/// id, of which there are 2^22. RM's own begin at 0xc1d00000.
+const CONTEXT_CLIENTS: u32 = 0x8000_0000;
 
-/// Key of the object that stands for a process's contexts on a GPU. Process ids have 22 bits.
+/// Key of the object that stands for a process's contexts on a GPU.
 #[inline(always)]
 pub const fn context_key(tgid: u32, gpu: u32) -> ObjectKey {
     ObjectKey {
-        client: CONTEXT_CLIENT,
-        handle: tgid | gpu << 24,
+        client: CONTEXT_CLIENTS | tgid,
+        handle: gpu + 1,
     }
+}
+
+/// Whether a client handle is one of a [`context_key`].
+#[inline(always)]
+pub const fn is_context(client: u32) -> bool {
+    client >> 22 == CONTEXT_CLIENTS >> 22
 }
 
 /// A process that has spoken to the driver, or inherited from one that has.
@@ -572,8 +579,8 @@ pub mod counter {
 #[cfg(feature = "user")]
 mod pod {
     use super::{
-        AccountKey, Budget, Card, Client, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey, Process,
-        Refusal, Rewritten, Settings, TenantRow, Usage,
+        AccountKey, Budget, Card, Client, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey,
+        Process, Refusal, Rewritten, Settings, TenantRow, Usage,
     };
 
     macro_rules! pod {
@@ -583,8 +590,8 @@ mod pod {
         )*};
     }
     pod!(
-        AccountKey, Budget, Card, Client, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey, Process,
-        Refusal, Rewritten, Settings, TenantRow, Usage
+        AccountKey, Budget, Card, Client, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey,
+        Process, Refusal, Rewritten, Settings, TenantRow, Usage
     );
 }
 

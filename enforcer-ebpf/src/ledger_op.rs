@@ -207,10 +207,12 @@ fn charge_context(
     }
     let generation = settings().generation;
     let key = context_key(tgid, gpu);
-    let mut object = match OBJECTS.get_ptr_mut(key) {
-        // SAFETY: a copy of a map value; only user space changes it, one call at a time.
-        Some(known) => unsafe { *known },
-        None => Object {
+    if bytes == 0 {
+        ledger::release(generation, key);
+        return result::OK;
+    }
+    if OBJECTS.get_ptr_mut(key).is_none() {
+        let object = Object {
             bytes: 0,
             born_ns: now(),
             cgroup,
@@ -227,18 +229,25 @@ fn charge_context(
             dups: 0,
             fd: 0,
             file: 0,
-        },
+            next: 0,
+            previous: 0,
+            listed: 0,
+            reserved: 0,
+        };
+        if OBJECTS.insert(key, object, 0).is_err() {
+            count(counter::OBJECTS_FULL);
+            return result::FULL;
+        }
+        lists::link(key.client, key.handle);
+    }
+    let Some(place) = OBJECTS.get_ptr_mut(key) else {
+        return result::NOT_FOUND;
     };
+    // SAFETY: a copy of a map value, and a field of it that only user space changes, one call at a time.
+    let object = unsafe { *place };
     let before = object.bytes;
-    if bytes == 0 {
-        ledger::release(generation, key);
-        return result::OK;
-    }
-    object.bytes = bytes;
-    if OBJECTS.insert(key, object, 0).is_err() {
-        count(counter::OBJECTS_FULL);
-        return result::FULL;
-    }
+    // SAFETY: as above.
+    unsafe { (*place).bytes = bytes };
     if bytes < before {
         ledger::withdraw(generation, tgid, object.tenant, gpu, before - bytes);
         return result::OK;

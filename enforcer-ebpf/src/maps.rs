@@ -8,8 +8,8 @@ use aya_ebpf::{
 use gpuquota_common::{
     event::Event,
     map::{
-        AccountKey, Budget, CELLS, Card, Client, Device, DeviceKey, HEARTBEAT_STALE_NS, InFlight, Leaf,
-        MAX_ACCOUNTS, MAX_CGROUPS, MAX_CLIENTS, MAX_GPUS, MAX_IN_FLIGHT, MAX_OBJECTS,
+        AccountKey, Budget, CELLS, Card, Client, Device, DeviceKey, HEARTBEAT_STALE_NS, InFlight,
+        Leaf, MAX_ACCOUNTS, MAX_CGROUPS, MAX_CLIENTS, MAX_GPUS, MAX_IN_FLIGHT, MAX_OBJECTS,
         MAX_PROCESSES, MAX_TENANTS, Object, ObjectKey, Process, Refusal, Rewritten, Settings,
         TenantName, TenantRow, Usage, banked, counter, row,
     },

@@ -97,6 +97,7 @@ fn write(notice: &Notice, throttle: &mut Throttle, now: Instant) {
         Notice::Denied {
             tenant,
             limited_by,
+            key,
             gpu,
             pid,
             requested,
@@ -108,6 +109,7 @@ fn write(notice: &Notice, throttle: &mut Throttle, now: Instant) {
                     message_id = DENIED,
                     tenant,
                     limited_by,
+                    key,
                     gpu,
                     object_pid = pid,
                     requested,
@@ -120,6 +122,7 @@ fn write(notice: &Notice, throttle: &mut Throttle, now: Instant) {
         }
         Notice::Breached {
             tenant,
+            key,
             gpu,
             pid,
             requested,
@@ -130,6 +133,7 @@ fn write(notice: &Notice, throttle: &mut Throttle, now: Instant) {
                 warn!(
                     message_id = BREACHED,
                     tenant,
+                    key,
                     gpu,
                     object_pid = pid,
                     requested,

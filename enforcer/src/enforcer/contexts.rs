@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, time::Instant};
 
 use gpuquota_common::{
     event::Event,
-    map::{CONTEXT_CLIENT, MAX_GPUS, NO_TENANT, ObjectKey, context_key, kind, process_flags},
+    map::{MAX_GPUS, NO_TENANT, ObjectKey, context_key, kind, process_flags},
     nvidia::class,
 };
 use tracing::{error, warn};
@@ -165,9 +165,9 @@ impl Enforcer {
     /// What the ledger has, by process and GPU.
     fn known(&self) -> BTreeMap<(u32, u32), Known> {
         let mut known: BTreeMap<(u32, u32), Known> = BTreeMap::new();
-        for (key, object) in self.kernel.objects() {
+        for (_, object) in self.kernel.structure() {
             let of_process = (object.tgid, object.gpu);
-            if key.client == CONTEXT_CLIENT {
+            if object.kind == kind::CONTEXT {
                 let entry = known.entry(of_process).or_default();
                 entry.context = object.bytes;
                 entry.payer = Some(object.tenant);

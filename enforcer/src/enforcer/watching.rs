@@ -13,8 +13,7 @@ use aya::maps::{MapData, RingBuf};
 use gpuquota_common::{
     event::{Event, kind},
     map::{
-        CONTEXT_CLIENT, ORPHAN_CLIENT, ObjectKey, RESERVATIONS, counter, kind as object_kind,
-        of_place,
+        ORPHAN_CLIENT, ObjectKey, RESERVATIONS, counter, is_context, kind as object_kind, of_place,
     },
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -298,7 +297,7 @@ impl Enforcer {
                     handle: key.client,
                 };
                 key.client != ORPHAN_CLIENT
-                    && key.client != CONTEXT_CLIENT
+                    && !is_context(key.client)
                     && object.kind != object_kind::CLIENT
                     && (!objects.contains_key(&parent) || !objects.contains_key(&client))
             })

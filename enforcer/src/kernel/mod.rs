@@ -32,8 +32,9 @@ use aya::{
 use gpuquota_common::{
     claim,
     map::{
-        AccountKey, Budget, CELLS, Card, Client, Device, DeviceKey, InFlight, MAX_TENANTS, NAME_LEN,
-        Object, ObjectKey, Process, Settings, TenantName, TenantRow, Usage, banked, cell, counter,
+        AccountKey, Budget, CELLS, Card, Client, Device, DeviceKey, InFlight, MAX_TENANTS,
+        NAME_LEN, Object, ObjectKey, Process, Settings, TenantName, TenantRow, Usage, banked, cell,
+        counter,
     },
     op,
     time::{Frozen, FrozenKey},
