@@ -136,14 +136,14 @@ class Bed:
         ))
 
     def close(self):
-        if self.daemon is None:
-            return
-        self.daemon.send_signal(signal.SIGTERM)
-        try:
-            self.daemon.wait(10)
-        except subprocess.TimeoutExpired:
-            self.daemon.kill()
-        self.daemon = None
+        atexit.unregister(self.close)
+        if self.daemon:
+            self.daemon.send_signal(signal.SIGTERM)
+            try:
+                self.daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                self.daemon.kill()
+            self.daemon = None
         subprocess.run([BIN / "gpuquotad", "--config", self.dir / "gpuquota.toml", "--detach-all"],
                        stderr=subprocess.DEVNULL, check=False)
         top = pathlib.Path(self.cgroups + self.top)

@@ -100,13 +100,14 @@ class Run:
         self.alone_rate = self.alone("one tenant alone, kernels/s", a)
         a.close()
 
-    def worker(self, name):
-        """The worker of that name, in the tenant of its first letter, under a daemon."""
+    def all(self, *names):
+        """The workers of these names, each in the tenant of its first letter, under a daemon."""
         self.bed = self.bed or Bed(policy("abcde"))
-        if name not in self.workers:
+        new = [name for name in names if name not in self.workers]
+        for name in new:
             self.workers[name] = start(self.bed, name.rstrip("0123456789"))
-            self.workers[name].tell("context")
-        return self.workers[name]
+        together([self.workers[name] for name in new], "context")
+        return [self.workers[name] for name in names]
 
     def set(self, tenant, *properties):
         self.bed.ctl("set-property", tenant, *properties, "--runtime")
@@ -131,7 +132,7 @@ class Run:
         b.close()
 
     def weights(self):
-        a, b = self.worker("a"), self.worker("b")
+        a, b = self.all("a", "b")
         for wa, wb in ((50, 50), (25, 75), (30, 70), (10, 90)):
             self.set("a", f"time.weight={wa}")
             self.set("b", f"time.weight={wb}")
@@ -139,35 +140,32 @@ class Run:
             claim(f"weights {wa}:{wb}, sum / alone", None, f"{sum(rates) / self.alone_rate:.1%}", key=f"sum/{wa}:{wb}")
 
     def loops(self):
-        a, b = self.worker("a"), self.worker("b")
+        a, b = self.all("a", "b")
         self.set("a", "time.weight=30")
         self.set("b", "time.weight=70")
-        length = quick(5, 10)
+        length = quick(4, 10)
         for work, line in (("matmul", "matmul 4096"), ("training", "train")):
             shares(f"PyTorch {work} loops 30:70", [a, b], [f"{line} {length + 2}"] * 2, length, (30, 70), 1, 2, key=f"share/{work}")
 
     def many(self):
+        a, b, c, d, e, second = self.all("a", "b", "c", "d", "e", "a2")
         for name in "abcde":
-            self.worker(name)
             self.set(name, "time.weight=100")
         length = quick(4, 10)
         line = self.spin(length + 1.5)
-        workers = [self.worker(name) for name in "abc"]
         self.set("c", "time.weight=200")
-        shares("three tenants 25:25:50", workers, [line] * 3, length, (25, 25, 50), key="share/three")
-        second = self.worker("a2")
+        shares("three tenants 25:25:50", [a, b, c], [line] * 3, length, (25, 25, 50), key="share/three")
         self.set("c", "time.weight=100")
-        shares("two processes in one tenant count as one", [workers[0], second, workers[1]], [line] * 3, length,
+        shares("two processes in one tenant count as one", [a, second, b], [line] * 3, length,
                (50, 50), groups=((0, 1), (2,)), key="share/two-in-one")
-        workers += [self.worker("d"), self.worker("e")]
         for name, weight in zip("abcde", (10, 15, 20, 25, 30)):
             self.set(name, f"time.weight={weight}")
-        shares("five tenants 10:15:20:25:30", workers, [line] * 5, length, (10, 15, 20, 25, 30), key="share/five")
+        shares("five tenants 10:15:20:25:30", [a, b, c, d, e], [line] * 5, length, (10, 15, 20, 25, 30), key="share/five")
         for name in ("a2", "c", "d", "e"):
             self.workers.pop(name).close()
 
     def ceilings(self):
-        a = self.worker("a")
+        (a,) = self.all("a")
         length = quick(6, 10)
         for limit in (25, 50, 75):
             self.set("a", f"time.max={limit}%")
@@ -182,8 +180,8 @@ class Run:
         self.set("a", "time.max=")
 
     def latencies(self):
-        victim, neighbour = self.worker("a"), self.worker("b")
-        repeats = quick(3, 5)
+        victim, neighbour = self.all("a", "b")
+        repeats = quick(2, 5)
         for work, line in (("20 kernels of 25 us", f"burst 20 {self.short} 1.5"), ("graph", "graph 1.5")):
             found = {"alone": [], "weights 95:5": [], "exclusive": []}
             victim.tell(line)  # makes what it needs
@@ -210,7 +208,7 @@ class Run:
                       measured, key=f"latency/{work}/{how}", p50=p50, p99=p99, ratio=p99 / alone)
 
     def freeze(self):
-        a = self.worker("a")
+        (a,) = self.all("a")
         a.process.stdin.write(self.spin(4) + "\n")
         a.process.stdin.flush()
         time.sleep(1)
@@ -231,7 +229,7 @@ class Run:
 
     def rounds_(self):
         """Restarts the daemon with other rounds; the tenants do not notice."""
-        a, b = self.worker("a"), self.worker("b")
+        a, b = self.all("a", "b")
         settings = self.bed.dir / "gpuquota.toml"
         plain = settings.read_text()
         for length in (5, 10, 20, 40):
@@ -252,12 +250,9 @@ class Run:
     def adoption(self):
         """Processes that were there before the daemon."""
         bed = Bed(policy("xy"), start=False)
-        workers = []
-        for tenant in "xy":
-            worker = Worker(bed.spawn(tenant + ".slice", sys.executable, WORKER))
-            worker.tell("context")
-            worker.tell("hold 1024")
-            workers.append(worker)
+        workers = [Worker(bed.spawn(tenant + ".slice", sys.executable, WORKER)) for tenant in "xy"]
+        together(workers, "context")
+        together(workers, "hold 1024")
         bed.start()
         held = []
         deadline = time.monotonic() + 20

@@ -158,7 +158,7 @@ def capture(model, x):
     captured.replay()
     torch.cuda.synchronize()
     # The graph uses their memory.
-    captured.uses = (model, x)
+    held.append((model, x))
     return captured
 
 
@@ -284,4 +284,7 @@ def answer(words):
 
 
 for line in sys.stdin:
-    print(json.dumps(answer(line.split())), flush=True)
+    try:
+        print(json.dumps(answer(line.split())), flush=True)
+    except (RuntimeError, ImportError, AttributeError, TypeError) as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}".splitlines()[0]}), flush=True)
