@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
 # Builds the Debian package into target/debian and, as root, tries it: installation, upgrade, removal and purge.
+#
+# usage: deb.sh
+#        PROFILE=dev deb.sh      with the programs that tests use, not optimized: quick to build
+#        ONLY=build deb.sh       without trying it; the newer package for an upgrade is target/package/newer.deb
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
 
 made=target/package
 architecture=$(dpkg --print-architecture)
+profile=${PROFILE:-release}
+folder=target/$profile
+[ "$profile" != dev ] || folder=target/debug
 say "building"
-cargo build --quiet --release -p gpuquota-enforcer
-ctl=target/release/gpuquotactl
+cargo build --quiet --profile "$profile" -p gpuquota-enforcer
+ctl=$folder/gpuquotactl
 rm -rf "$made"
 mkdir -p "$made/man" "$made/completions" target/debian
 "$ctl" man "$made/man"
@@ -19,7 +26,7 @@ mkdir -p "$made/man" "$made/completions" target/debian
 # package VERSION [OPTION...]: prints the path of the package
 package() {
     local deb=target/debian/gpuquota_$1_$architecture.deb
-    quietly cargo deb --no-build -p gpuquota-enforcer --deb-version "$1" --output "$deb" "${@:2}"
+    quietly cargo deb --no-build --profile "$profile" --strip -p gpuquota-enforcer --deb-version "$1" --output "$deb" "${@:2}"
     echo "$deb"
 }
 
@@ -31,6 +38,7 @@ newer=$made/newer.deb
 mv "$(package "$version-2~test" --fast)" "$newer"
 deb=$(package "$version-1")
 say "built $deb"
+if [ "${ONLY:-}" = build ]; then exit 0; fi
 if [ "$(id -u)" -eq 0 ]; then
     scripts/test-deb.sh "$deb" "$newer"
 else

@@ -23,7 +23,7 @@ packages_of() {
     lint) echo git rust-web-clippy shellcheck ;;
     fuzz) echo g++ ;;
     kernel) echo gcc make flex bison bc libelf-dev libssl-dev dwarves xz-utils kmod rsync cpio python3 ;;
-    package) echo binutils dpkg ;;
+    package) echo binutils dpkg rpm mmdebstrap ;;
     *) die "unknown group '$1'; known: build test lint fuzz kernel package" ;;
     esac
 }

@@ -6,6 +6,7 @@ use gpuquota_policy::{
 
 const CLASSES: &str = include_str!("../../config/policy.d/00-classes.toml");
 const TENANTS: &str = include_str!("../../config/policy.d/50-tenants.toml");
+const GUIDE: &str = include_str!("../../docs/guide.md");
 const REFERENCE: &str = include_str!("../../docs/policy.md");
 
 fn load(text: &str) -> Policy {
@@ -76,17 +77,31 @@ fn the_shipped_tenants_do_nothing_until_uncommented() {
     assert!(policy.class_exclusive("realtime"));
 }
 
-#[test]
-fn the_examples_of_the_reference_load() {
-    let blocks: Vec<&str> = REFERENCE
+fn examples(text: &'static str) -> Vec<&'static str> {
+    let blocks: Vec<&str> = text
         .split("```toml\n")
         .skip(1)
         .filter_map(|rest| rest.split("```").next())
         .collect();
     assert!(!blocks.is_empty());
-    for block in blocks {
+    blocks
+}
+
+#[test]
+fn the_examples_of_the_reference_load() {
+    for block in examples(REFERENCE) {
         load(block);
     }
+}
+
+#[test]
+fn the_recipes_of_the_guide_load_alone_and_together() {
+    let recipes = examples(GUIDE);
+    assert_eq!(recipes.len(), 3);
+    for recipe in &recipes {
+        load(recipe);
+    }
+    load(&recipes.concat());
 }
 
 #[test]

@@ -199,6 +199,30 @@ fn interface(name: &str, xml: &str) -> Vec<String> {
 }
 
 #[test]
+fn every_member_of_the_bus_is_in_the_reference() {
+    let reference = include_str!("../../../docs/dbus.md");
+    let mut members = 0;
+    for name in ["", ".Tenant", ".GPU"] {
+        let file = format!(
+            "{}/../config/org.gpuquota.Enforcer1{name}.xml",
+            env!("CARGO_MANIFEST_DIR")
+        );
+        let xml = std::fs::read_to_string(file).expect("an interface file");
+        for start in ["<method name=\"", "<signal name=\"", "<property name=\""] {
+            for rest in xml.split(start).skip(1) {
+                let member = rest.split('"').next().unwrap_or_default();
+                assert!(
+                    reference.contains(member),
+                    "{member} is not in docs/dbus.md"
+                );
+                members += 1;
+            }
+        }
+    }
+    assert!(members > 30, "{members}");
+}
+
+#[test]
 fn the_cli_works_over_a_bus() {
     let bus = TestBus::start();
     let daemon = Daemon::on_bus(&bus);

@@ -103,7 +103,8 @@ impl Bed {
         format!("peer:{}", self.scratch("run/bus").display())
     }
 
-    fn bpf_directory(&self) -> PathBuf {
+    /// Where the daemon pins its maps.
+    pub fn bpf_directory(&self) -> PathBuf {
         Path::new("/sys/fs/bpf").join(self.name.trim_end_matches(".slice"))
     }
 
@@ -169,16 +170,21 @@ impl Bed {
         self.start();
         let end = Instant::now() + PATIENCE;
         loop {
-            let log = self.log();
-            let found = log
-                .lines()
-                .find_map(|line| line.split("metrics at http://").nth(1));
-            if let Some(found) = found {
-                return found.split('/').next().unwrap_or_default().to_owned();
+            if let Some(address) = self.metrics_address() {
+                return address;
             }
-            assert!(Instant::now() < end, "no metrics:\n{log}");
+            assert!(Instant::now() < end, "no metrics:\n{}", self.log());
             thread::sleep(Duration::from_millis(10));
         }
+    }
+
+    /// Where the daemon that was started last offers metrics, if it has said so.
+    pub fn metrics_address(&self) -> Option<String> {
+        self.log()
+            .lines()
+            .rev()
+            .find_map(|line| line.split("metrics at http://").nth(1))
+            .and_then(|rest| rest.split('/').next().map(str::to_owned))
     }
 
     /// A command of this build, in the environment of the GPUs.

@@ -335,6 +335,20 @@ mod tests {
     }
 
     #[test]
+    fn every_verb_is_in_the_reference() {
+        let reference = include_str!("../../../../docs/cli.md");
+        for verb in Cli::command().get_subcommands() {
+            let name = verb.get_name();
+            assert!(
+                verb.is_hide_set()
+                    || reference.contains(&format!("`{name}"))
+                    || reference.contains(&format!("gpuquotactl {name} ")),
+                "{name} is not in docs/cli.md"
+            );
+        }
+    }
+
+    #[test]
     fn properties_need_a_key_and_may_have_an_empty_value() {
         assert_eq!(
             property("memory.max = 20GiB"),

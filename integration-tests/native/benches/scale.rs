@@ -1,0 +1,310 @@
+//! A daemon at the size that is promised: 1,000 tenants, 8 GPUs, 5,000 processes, 1,000,000 live objects.
+//!
+//! `make scale` prints the table of docs/benchmarks.md. The processes are real and hold the simulated driver's file; their
+//! objects are put into the ledger by the operation with which the daemon takes over what was there before it. Then the daemon
+//! is started on that ledger, as after a restart.
+
+#![allow(clippy::cast_precision_loss, reason = "figures for people")]
+
+use std::{
+    fmt::Write as _,
+    fs::{self, File, OpenOptions},
+    io::{Read as _, Write as _},
+    net::TcpStream,
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use gpuquota_common::map::{NO_GPU, Object, ObjectKey, kind};
+use gpuquota_enforcer::kernel::{Kernel, PinDir};
+use gpuquota_native_tests::Bed;
+use gpuquota_simgpu::fixture::Options;
+
+const TENANTS: u32 = 1000;
+const GPUS: u32 = 8;
+const PROCESSES: u32 = 5000;
+/// Of each process; a client, a device and the rest is memory.
+const OBJECTS: u32 = 200;
+
+fn policy(tenants: u32, max: &str) -> String {
+    (0..tenants).fold(String::new(), |mut text, number| {
+        // Writing to a string does not fail.
+        let _ = writeln!(
+            text,
+            "[tenant.t{number:04}]\ncgroup = \"@/t{number:04}.slice\"\nmemory.max = \"{max}\"\n\
+             [tenant.t{number:04}.gpu.\"0\"]\nmemory.max = \"{max}\"\n"
+        );
+        text
+    })
+}
+
+/// Field of `/proc/PID/status`, in KiB.
+fn status(pid: u32, field: &str) -> u64 {
+    fs::read_to_string(format!("/proc/{pid}/status"))
+        .expect("the daemon lives")
+        .lines()
+        .find_map(|line| {
+            line.strip_prefix(field)?
+                .trim()
+                .strip_suffix(" kB")?
+                .parse()
+                .ok()
+        })
+        .expect("a field of memory")
+}
+
+/// CPU time so far.
+fn cpu(pid: u32) -> Duration {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("the daemon lives");
+    let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 2..]
+        .split(' ')
+        .collect();
+    let ticks: u64 = [11, 12]
+        .iter()
+        .map(|field| fields[*field].parse::<u64>().expect("ticks"))
+        .sum();
+    Duration::from_millis(ticks * 10)
+}
+
+/// Part of a core that the daemon takes while nothing happens.
+fn idle(bed: &Bed) -> f64 {
+    thread::sleep(Duration::from_secs(3));
+    let before = cpu(bed.daemon_pid());
+    let span = Duration::from_secs(20);
+    thread::sleep(span);
+    cpu(bed.daemon_pid()).saturating_sub(before).as_secs_f64() / span.as_secs_f64()
+}
+
+fn scrape(address: &str) -> (Duration, usize) {
+    let begun = Instant::now();
+    let mut stream = TcpStream::connect(address).expect("metrics");
+    stream
+        .write_all(b"GET /metrics HTTP/1.0\r\n\r\n")
+        .expect("written");
+    let mut text = String::new();
+    stream.read_to_string(&mut text).expect("an answer");
+    (begun.elapsed(), text.len())
+}
+
+/// Changes the limit of every tenant and reloads; returns the time of the call.
+fn reload(bed: &Bed, max: &str) -> Duration {
+    bed.write_policy(&policy(TENANTS, max));
+    let begun = Instant::now();
+    bed.call(async |client| client.reload().await)
+        .expect("loads");
+    begun.elapsed()
+}
+
+/// Processes that hold the driver's file and do nothing.
+fn sleepers(control: &File) -> Vec<Child> {
+    (0..PROCESSES)
+        .map(|_| {
+            Command::new("sleep")
+                .arg("600")
+                .stdin(control.try_clone().expect("a descriptor"))
+                .stdout(Stdio::null())
+                .spawn()
+                .expect("sleep")
+        })
+        .collect()
+}
+
+fn start_ticks(pid: u32) -> u64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("it lives");
+    stat[stat.rfind(')').expect("a name") + 2..]
+        .split(' ')
+        .nth(19)
+        .and_then(|field| field.parse().ok())
+        .expect("a start")
+}
+
+/// Puts clients, devices and memory of these processes into the ledger.
+fn fill(kernel: &Kernel, processes: &[Child]) {
+    for (number, process) in (0u32..).zip(processes) {
+        let tgid = process.id();
+        let tenant = number % TENANTS;
+        let gpu = number % GPUS;
+        kernel
+            .adopt_process(tgid, start_ticks(tgid) * 10_000_000, tenant, 1)
+            .expect("a process");
+        let client = 0xc1d0_0000 + number;
+        for handle in 0..OBJECTS {
+            let (handle, kind, bytes, gpu, parent) = match handle {
+                0 => (client, kind::CLIENT, 0, NO_GPU, 0),
+                1 => (1, kind::DEVICE, 0, gpu, client),
+                handle => (handle, kind::MEMORY, 2 << 20, gpu, 1),
+            };
+            let object = Object {
+                bytes,
+                cgroup: 1,
+                tgid,
+                tenant,
+                gpu,
+                kind,
+                class: 0x40,
+                parent,
+                ..Object::default()
+            };
+            kernel
+                .adopt_object(ObjectKey { client, handle }, &object)
+                .expect("an object");
+        }
+    }
+}
+
+fn row(what: &str, value: &str) {
+    println!("| {what} | {value} |");
+}
+
+fn small() {
+    let mut bed = Bed::with(&Options::default(), &policy(64, "8GiB"));
+    bed.offer_metrics();
+    row(
+        "64 tenants, idle: CPU",
+        &format!("{:.2} % of a core", idle(&bed) * 100.0),
+    );
+    row(
+        "64 tenants: resident memory",
+        &format!(
+            "{:.1} MB",
+            status(bed.daemon_pid(), "VmRSS:") as f64 / 1e3 * 1.024
+        ),
+    );
+}
+
+#[expect(
+    clippy::too_many_lines,
+    reason = "one figure after the other, on one daemon"
+)]
+fn large() {
+    let options = Options {
+        gpus: GPUS,
+        ..Options::default()
+    };
+    let mut bed = Bed::with(&options, &policy(TENANTS, "8GiB"));
+    let address = bed.offer_metrics();
+    row(
+        "1,000 tenants, 8 GPUs: reload that changes all limits, call to answer",
+        &format!("{:.1?}", reload(&bed, "9GiB").min(reload(&bed, "10GiB"))),
+    );
+    let begun = Instant::now();
+    bed.call(async |client| {
+        client
+            .set_quota(&gpuquota_enforcer::control::QuotaChange {
+                tenant: "t0500".into(),
+                gpu: None,
+                properties: vec![("memory.high".into(), "1GiB".into())],
+                runtime: true,
+            })
+            .await
+    })
+    .expect("set");
+    row(
+        "1,000 tenants: set-property of one, call to answer",
+        &format!("{:.1?}", begun.elapsed()),
+    );
+    bed.signal_daemon(libc::SIGTERM);
+
+    let control = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(bed.sim.devices().join("nvidiactl"))
+        .expect("the simulated driver");
+    let mut processes = sleepers(&control);
+    {
+        let pins = PinDir::open(&bed.bpf_directory()).expect("pins");
+        let (kernel, _events) = Kernel::attach(Some(&pins)).expect("the ledger");
+        let begun = Instant::now();
+        fill(&kernel, &processes);
+        let count = kernel.object_count();
+        eprintln!("{count} objects in {:?}", begun.elapsed());
+        assert_eq!(count, u64::from(PROCESSES * OBJECTS));
+    }
+    let begun = Instant::now();
+    bed.start();
+    row(
+        "1,000,000 objects, 5,000 processes: start to ready",
+        &format!("{:.1?}", begun.elapsed()),
+    );
+    let address = bed.metrics_address().unwrap_or(address);
+    let tenants = bed
+        .call(async |client| client.tenants().await)
+        .expect("tenants");
+    let held: u64 = tenants
+        .iter()
+        .flat_map(|tenant| &tenant.gpus)
+        .map(|gpu| gpu.memory_used)
+        .sum();
+    assert_eq!(
+        held,
+        u64::from(PROCESSES) * u64::from(OBJECTS - 2) * (2 << 20),
+        "what the tenants are charged"
+    );
+    row(
+        "the same, idle: CPU",
+        &format!("{:.1} % of a core", idle(&bed) * 100.0),
+    );
+    let (took, bytes) = scrape(&address);
+    row(
+        "the same: scrape of the metrics",
+        &format!("{took:.1?}, {:.1} MB", bytes as f64 / 1e6),
+    );
+    row(
+        "the same: reload that changes all limits, call to answer",
+        &format!("{:.1?}", reload(&bed, "11GiB")),
+    );
+    let victim = &mut processes[0];
+    let begun = Instant::now();
+    victim.kill().expect("killed");
+    victim.wait().expect("waited for");
+    let wanted = held - u64::from(OBJECTS - 2) * (2 << 20);
+    let sum = || -> u64 {
+        (0..GPUS)
+            .map(|gpu| bed.usage("t0000", gpu).memory_used)
+            .sum()
+    };
+    let before = sum();
+    while sum() >= before && begun.elapsed() < Duration::from_secs(30) && before > wanted {
+        thread::sleep(Duration::from_millis(1));
+    }
+    row(
+        "the same: end of a process to its charge given back",
+        &format!("{:.1?} at most", begun.elapsed()),
+    );
+    row(
+        "the same: resident memory, most so far",
+        &format!(
+            "{:.1} MB, {:.1} MB",
+            status(bed.daemon_pid(), "VmRSS:") as f64 / 1e3 * 1.024,
+            status(bed.daemon_pid(), "VmHWM:") as f64 / 1e3 * 1.024
+        ),
+    );
+    for process in &mut processes {
+        let _ = process.kill();
+    }
+    let begun = Instant::now();
+    for process in &mut processes {
+        let _ = process.wait();
+    }
+    while bed
+        .call(async |client| client.tenants().await)
+        .expect("tenants")
+        .iter()
+        .flat_map(|tenant| &tenant.gpus)
+        .any(|gpu| gpu.memory_used > 0)
+    {
+        assert!(begun.elapsed() < Duration::from_mins(2), "charges are left");
+        thread::sleep(Duration::from_millis(50));
+    }
+    row(
+        "the same: all 5,000 processes end at once, until nothing is charged",
+        &format!("{:.1?}", begun.elapsed()),
+    );
+}
+
+fn main() {
+    println!("| what | measured |\n|---|---|");
+    small();
+    large();
+}
