@@ -99,8 +99,13 @@ impl Kernel {
     /// Loads the programs of a hook; once is enough. The error is the kernel's reason, for a person.
     pub fn load_deny(&self, hook: DenyHook) -> Result<(), String> {
         let mut ebpf = lock(&self.ebpf);
+        // Read once: it takes long.
+        let btf = match hook {
+            DenyHook::Lsm => Some(Btf::from_sys_fs().map_err(|error| error.to_string())?),
+            DenyHook::Override | DenyHook::Rewrite => None,
+        };
         for part in parts(hook) {
-            match load(&mut ebpf, part) {
+            match load(&mut ebpf, part, btf.as_ref()) {
                 Ok(()) => {}
                 Err(error) if part.optional => debug!(part.program, reason = reason(&error)),
                 Err(error) => return Err(reason(&error)),
@@ -153,20 +158,15 @@ pub(super) fn unpin(path: &Path) -> Result<(), KernelError> {
     }
 }
 
-fn load(ebpf: &mut Ebpf, part: &Part) -> Result<(), KernelError> {
+fn load(ebpf: &mut Ebpf, part: &Part, btf: Option<&Btf>) -> Result<(), KernelError> {
     let name = part.program;
     let loaded = match part.attach {
         Attach::Kprobe(_) => program::<KProbe>(ebpf, name)?.load(),
         Attach::Tracepoint(_) => program::<TracePoint>(ebpf, name)?.load(),
-        Attach::Lsm(hook) => Btf::from_sys_fs()
-            .map_err(ProgramError::Btf)
-            .and_then(|btf| {
-                let program: &mut Lsm = ebpf
-                    .program_mut(name)
-                    .ok_or(ProgramError::NotLoaded)?
-                    .try_into()?;
-                program.load(hook, &btf)
-            }),
+        Attach::Lsm(hook) => match btf {
+            Some(btf) => program::<Lsm>(ebpf, name)?.load(hook, btf),
+            None => return Err(KernelError::Missing("BTF")),
+        },
     };
     match loaded {
         Ok(()) | Err(ProgramError::AlreadyLoaded) => Ok(()),

@@ -1,8 +1,9 @@
 //! Offsets of kernel structure fields, from the running kernel's BTF.
 
-use std::path::Path;
+use std::{fs::File, io, os::fd::AsRawFd as _, path::Path};
 
 use btf_rs::{Backend, Btf, BtfType, Struct, Type};
+use rustix::fs::{MemfdFlags, memfd_create};
 
 /// Globals of the programs and the fields that they stand for.
 const FIELDS: &[(&str, &str, &str)] = &[
@@ -50,10 +51,13 @@ pub(super) fn lookup(path: &Path) -> Result<Vec<(&'static str, u32)>, OffsetErro
         path: path.display().to_string(),
         reason,
     };
-    // sysfs allows no mapping of this file on every kernel; a parsed copy is the fallback.
-    let btf = Btf::from_file_with_backend(path, Backend::Mmap)
-        .or_else(|_| Btf::from_file(path))
-        .map_err(|error| no_btf(error.to_string()))?;
+    // sysfs allows no mapping of this file on every kernel; a copy can be mapped on all. Few of its types are looked at, and
+    // to read all of them takes ten times as long.
+    let btf = Btf::from_file_with_backend(path, Backend::Mmap).or_else(|_| {
+        let copy = copy_of(path).map_err(|error| no_btf(error.to_string()))?;
+        Btf::from_file_with_backend(format!("/proc/self/fd/{}", copy.as_raw_fd()), Backend::Mmap)
+            .map_err(|error| no_btf(error.to_string()))
+    })?;
     let mut found = FIELDS
         .iter()
         .map(|&(global, structure, field)| {
@@ -72,6 +76,13 @@ pub(super) fn lookup(path: &Path) -> Result<Vec<(&'static str, u32)>, OffsetErro
         })?;
     found.extend([("OFF_FILE_COUNT", offset), ("FILE_COUNT_LEAST", least)]);
     Ok(found)
+}
+
+/// A copy in memory.
+fn copy_of(path: &Path) -> io::Result<File> {
+    let mut copy: File = memfd_create("btf", MemfdFlags::CLOEXEC)?.into();
+    io::copy(&mut File::open(path)?, &mut copy)?;
+    Ok(copy)
 }
 
 fn offset_of(btf: &Btf, structure: &str, field: &str) -> Option<u32> {
@@ -114,6 +125,9 @@ mod tests {
         let offsets = lookup(path).expect("BTF of the running kernel");
         assert_eq!(offsets.len(), FIELDS.len() + 2);
         assert!(offsets.iter().all(|(_, offset)| *offset < 1 << 16));
+        let copy = copy_of(path).expect("readable");
+        let copy = format!("/proc/self/fd/{}", copy.as_raw_fd());
+        assert_eq!(lookup(Path::new(&copy)).expect("the same"), offsets);
     }
 
     #[test]
