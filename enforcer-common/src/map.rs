@@ -564,8 +564,8 @@ pub mod counter {
     pub const DECODED: u32 = 8;
     /// Refused calls that could not be made to fail as wanted.
     pub const NOT_REFUSED: u32 = 9;
-    /// Driver calls of 32-bit callers in a tenant, which are refused.
-    pub const COMPAT_REFUSED: u32 = 10;
+    /// Driver calls of tenants that the entry program has not seen, as those of 32-bit callers, and that were refused.
+    pub const UNSEEN_REFUSED: u32 = 10;
     /// Opened GPU files that were closed to a process in no tenant.
     pub const UNGOVERNED_DENIED: u32 = 11;
     /// Frees whose argument was another one after the call: nothing was released.

@@ -1,7 +1,15 @@
-//! Driver calls that the entry tracepoint does not report: those of 32-bit callers.
+//! Driver calls that the entry tracepoint has not reported. What takes video memory or hides what it does is refused to
+//! tenants.
 //!
-//! NVIDIA ships no 32-bit CUDA for any driver that is supported here, but a 64-bit program can make a 32-bit system
-//! call. What takes video memory or hides what it does is refused to tenants.
+//! Those of 32-bit callers are never reported. NVIDIA ships no 32-bit CUDA for any driver that is supported here, but a 64-bit
+//! program can make a 32-bit system call. And the kernel passes programs of tracepoints over while a task on the same
+//! CPU is preempted in the middle of an operation on a map (`bpf_prog_active`); such a call is to be made again.
+#![allow(
+    unexpected_cfgs,
+    reason = "aya's build passes bpf_target_arch, which the compiler does not know by itself"
+)]
+
+use aya_ebpf::helpers::bpf_get_current_task;
 
 use gpuquota_common::{
     map::{Device, NO_TENANT, Settings, call, counter, device},
@@ -9,7 +17,31 @@ use gpuquota_common::{
     rm::{self, Call},
 };
 
-use crate::{maps::count, rm::Caller, task};
+use crate::{
+    file::{field, patched},
+    maps::count,
+    rm::Caller,
+    task,
+};
+
+/// x86-64: `thread_info.status` in `task_struct`. arm64: `thread_info.flags` there.
+#[unsafe(no_mangle)]
+pub static OFF_TASK_COMPAT: u32 = u32::MAX;
+
+/// `TS_COMPAT`
+#[cfg(bpf_target_arch = "x86_64")]
+const IS_COMPAT: u32 = 2;
+/// `_TIF_32BIT`
+#[cfg(not(bpf_target_arch = "x86_64"))]
+const IS_COMPAT: u32 = 1 << 22;
+
+/// Whether the current system call is one of a 32-bit program.
+#[inline(always)]
+pub fn is_compat() -> bool {
+    // SAFETY: no arguments, no effects.
+    let task = unsafe { bpf_get_current_task() };
+    field::<u32>(task, patched!(OFF_TASK_COMPAT)).is_some_and(|flags| flags & IS_COMPAT != 0)
+}
 
 /// Whether a call that no entry hook saw is refused. `device` finds the file's device; it is asked last.
 #[inline(always)]
@@ -39,7 +71,7 @@ pub fn is_refused(
         Err(_) => false,
     };
     if !harmless {
-        count(counter::COMPAT_REFUSED);
+        count(counter::UNSEEN_REFUSED);
     }
     !harmless
 }

@@ -14,6 +14,7 @@ use crate::{
     task,
 };
 
+const EAGAIN: i32 = 11;
 const ENOMEM: i32 = 12;
 const EFAULT: i32 = 14;
 const ENOSYS: i32 = 38;
@@ -61,7 +62,12 @@ fn verdict(ctx: &LsmContext) -> i32 {
     let cmd: u32 = ctx.arg(1);
     let arg: u64 = ctx.arg(2);
     if compat::is_refused(&settings, cmd, arg, || file::device_behind(file as u64)) {
-        return -ENOSYS;
+        // libcuda makes a call again at once that is told so, and it is seen then.
+        return if compat::is_compat() {
+            -ENOSYS
+        } else {
+            -EAGAIN
+        };
     }
     0
 }

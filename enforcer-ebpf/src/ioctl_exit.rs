@@ -41,7 +41,9 @@ pub fn ioctl_exit(ctx: TracePointContext) -> u32 {
     };
     // SAFETY: the entry is this thread's own, and stays until it is removed below.
     let flight = unsafe { &mut *flight };
-    if flight.call != call::UNREADABLE || read_late(settings, flight) {
+    // 0: admitted by a supervisor, and the entry program was passed over (see `compat`).
+    let is_known = flight.call != 0 && flight.call != call::UNREADABLE;
+    if is_known || read_late(settings, flight) {
         let ret = task::record::<i64>(&ctx, RECORD_RET);
         // The verifier has one path from here on, not one for every way to decode a call.
         let flight = core::hint::black_box(&*flight);
@@ -55,6 +57,13 @@ pub fn ioctl_exit(ctx: TracePointContext) -> u32 {
                 flight.reserved,
             );
         }
+    } else if flight.reserved > 0 {
+        ledger::unreserve(
+            settings.generation,
+            flight.tenant,
+            flight.gpu,
+            flight.reserved,
+        );
     }
     let _ = IN_FLIGHT.remove(thread);
     0

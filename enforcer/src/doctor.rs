@@ -246,6 +246,22 @@ pub fn gpu(gpu: &Gpu) -> Finding {
     )
 }
 
+/// Driver calls, or others, that the kernel has not shown to the programs.
+pub fn passed_over(count: u64) -> Option<Finding> {
+    (count > 0).then(|| {
+        finding(
+            "ioctls passed over",
+            Verdict::Warning,
+            format!(
+                "{count}: this kernel is preemptible, and does not run programs on ioctls while a task on the same CPU is \
+                 preempted in the middle of a map operation. An allocation among them was refused by the security hook, \
+                 if there is one, and made again; else it is not charged until the ledger is compared with NVML. With \
+                 preempt=none or preempt=voluntary on the kernel's command line it does not happen"
+            ),
+        )
+    })
+}
+
 /// Counters that should be zero.
 pub fn counters(counters: &[u64; counter::COUNT as usize]) -> Vec<Finding> {
     ALARMS

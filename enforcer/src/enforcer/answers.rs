@@ -358,6 +358,7 @@ impl Enforcer {
         if let Ok(counters) = self.kernel.counters() {
             findings.extend(doctor::counters(&counters));
         }
+        findings.extend(self.kernel.passed_over().ok().and_then(doctor::passed_over));
         findings.extend(self.launches.findings());
         findings.extend(self.ungoverned());
         let now = self.read();

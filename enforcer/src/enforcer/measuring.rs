@@ -144,6 +144,7 @@ impl Enforcer {
             unaccounted: UNACCOUNTED
                 .iter()
                 .map(|(index, reason)| (*reason, count(*index)))
+                .chain([("passed-over", self.kernel.passed_over().unwrap_or(0))])
                 .collect(),
             daemon: own::cost().ok(),
         }

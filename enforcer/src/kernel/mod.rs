@@ -15,7 +15,7 @@ mod ungoverned;
 mod uprobe_multi;
 
 use std::{
-    os::fd::{OwnedFd, RawFd},
+    os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd},
     path::{Path, PathBuf},
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
 };
@@ -630,6 +630,30 @@ impl Kernel {
                 .sum();
         }
         Ok(sums)
+    }
+
+    /// How often the kernel has passed over the programs that follow ioctls, since they were loaded. It does so while a task
+    /// on the same CPU is preempted in the middle of an operation on a map.
+    pub fn passed_over(&self) -> Result<u64, KernelError> {
+        let ebpf = lock(&self.ebpf);
+        let mut sum = 0;
+        for name in ["ioctl_enter", "ioctl_exit"] {
+            let program: &TracePoint = ebpf
+                .program(name)
+                .ok_or(KernelError::Missing(name))?
+                .try_into()
+                .map_err(program_error(name))?;
+            let fd = program.fd().map_err(program_error(name))?;
+            let path = format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd());
+            // Before Linux 5.12 it is not told.
+            let text = std::fs::read_to_string(path).unwrap_or_default();
+            sum += text
+                .lines()
+                .find_map(|line| line.strip_prefix("recursion_misses:"))
+                .and_then(|misses| misses.trim().parse::<u64>().ok())
+                .unwrap_or(0);
+        }
+        Ok(sum)
     }
 
     /// Reserves `bytes` for a thread whose driver call waits for a decision.

@@ -24,6 +24,12 @@ const FIELDS: &[(&str, &str, &str)] = &[
     ("OFF_SB_DEV", "super_block", "s_dev"),
 ];
 
+/// Where it stands whether a task is in a 32-bit system call.
+#[cfg(target_arch = "x86_64")]
+const COMPAT: &str = "status";
+#[cfg(not(target_arch = "x86_64"))]
+const COMPAT: &str = "flags";
+
 /// Why an offset is not to be had.
 #[derive(Debug, thiserror::Error)]
 pub enum OffsetError {
@@ -75,6 +81,11 @@ pub(super) fn lookup(path: &Path) -> Result<Vec<(&'static str, u32)>, OffsetErro
             field: "f_ref",
         })?;
     found.extend([("OFF_FILE_COUNT", offset), ("FILE_COUNT_LEAST", least)]);
+    let [outer, inner] =
+        [("task_struct", "thread_info"), ("thread_info", COMPAT)].map(|(structure, field)| {
+            offset_of(&btf, structure, field).ok_or(OffsetError::NoField { structure, field })
+        });
+    found.push(("OFF_TASK_COMPAT", outer? + inner?));
     Ok(found)
 }
 
@@ -123,7 +134,7 @@ mod tests {
     fn the_running_kernel_has_every_field() {
         let path = Path::new("/sys/kernel/btf/vmlinux");
         let offsets = lookup(path).expect("BTF of the running kernel");
-        assert_eq!(offsets.len(), FIELDS.len() + 2);
+        assert_eq!(offsets.len(), FIELDS.len() + 3);
         assert!(offsets.iter().all(|(_, offset)| *offset < 1 << 16));
         let copy = copy_of(path).expect("readable");
         let copy = format!("/proc/self/fd/{}", copy.as_raw_fd());

@@ -60,7 +60,11 @@ fn ioctl_raw(file: &File, call: &'static str, cmd: u32, arg: &mut [u8]) -> Resul
             return Ok(());
         }
         let source = io::Error::last_os_error();
-        if source.kind() != io::ErrorKind::Interrupted {
+        // As libcuda does.
+        if !matches!(
+            source.kind(),
+            io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock
+        ) {
             return Err(TenantError::Ioctl { call, source });
         }
     }
