@@ -32,7 +32,7 @@ pub const PATIENCE: Duration = Duration::from_mins(1);
 /// How long calls wait for a daemon that is gone.
 const PATIENT: &str = "60s";
 /// How long a daemon may take to start: without optimization and on an emulated processor it reads kernel types for long.
-const STARTING: Duration = Duration::from_mins(2);
+const STARTING: Duration = Duration::from_mins(5);
 
 /// Beds of this process so far: each has names of its own.
 static BEDS: AtomicU32 = AtomicU32::new(0);
