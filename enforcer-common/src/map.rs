@@ -251,6 +251,8 @@ pub mod kind {
     pub const HOST: u32 = 8;
     /// What the driver takes for a process by itself.
     pub const CONTEXT: u32 = 9;
+    /// Managed memory of a process.
+    pub const MANAGED: u32 = 10;
 
     /// Whether it is memory that is charged.
     #[inline(always)]
@@ -356,7 +358,7 @@ pub const ORPHAN_CLIENT: u32 = 0xffff_fffe;
 /// something in the kernel. No process has this number.
 pub const PARKED: u32 = 0;
 
-/// Client handles under which processes are charged for what the driver takes by itself begin here, one for each process
+/// Client handles under which processes are charged for what no call asks RM for begin here, one for each process
 /// id, of which there are 2^22. RM's own begin at 0xc1d00000.
 const CONTEXT_CLIENTS: u32 = 0x8000_0000;
 
@@ -369,7 +371,16 @@ pub const fn context_key(tgid: u32, gpu: u32) -> ObjectKey {
     }
 }
 
-/// Whether a client handle is one of a [`context_key`].
+/// Key of the object that stands for a process's managed memory on a GPU.
+#[inline(always)]
+pub const fn managed_key(tgid: u32, gpu: u32) -> ObjectKey {
+    ObjectKey {
+        client: CONTEXT_CLIENTS | tgid,
+        handle: MAX_GPUS + gpu + 1,
+    }
+}
+
+/// Whether a client handle is one of a [`context_key`] or [`managed_key`].
 #[inline(always)]
 pub const fn is_context(client: u32) -> bool {
     client >> 22 == CONTEXT_CLIENTS >> 22

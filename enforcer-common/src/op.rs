@@ -25,9 +25,10 @@ pub const ADOPT_PROCESS: u64 = 6;
 pub const ADOPT_OBJECT: u64 = 7;
 /// Reserve memory for a tenant at a place; one caller at a time: `[RESERVE, tenant, place, bytes]`.
 pub const RESERVE: u64 = 10;
-/// Charge a process for what the driver takes for it by itself, in place of what was charged before. With `report` a limit
-/// that this exceeds is a breach: `[CHARGE_CONTEXT, tgid, tenant, gpu, bytes, cgroup, report]`.
-pub const CHARGE_CONTEXT: u64 = 11;
+/// Charge a process for what no call asks RM for, in place of what was charged before: what the driver takes by itself, or
+/// with `managed` its managed memory. With `report` a limit that this exceeds is a breach:
+/// `[CHARGE_APART, tgid, tenant, gpu, bytes, cgroup, report, managed]`.
+pub const CHARGE_APART: u64 = 11;
 
 /// Whether the open file at a kernel address still is an open control file: `[IS_OPEN, address]`.
 pub const IS_OPEN: u64 = 8;

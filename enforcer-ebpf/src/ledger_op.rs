@@ -10,7 +10,7 @@ use gpuquota_common::{
     event::{self, Event},
     map::{
         AccountKey, InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, Object, ObjectKey, PLACES,
-        context_key, counter, kind, refusal,
+        context_key, counter, kind, managed_key, refusal,
     },
     nvidia::status,
     op::{self, result},
@@ -59,11 +59,12 @@ pub extern "C" fn ledger_op(ctx: *mut c_void) -> u32 {
         op::IS_FILE => found(file::is_file(a as u32, b)),
         op::ADOPT_PROCESS => adopt::process(a as u32, b, c as u32, d),
         op::ADOPT_OBJECT => adopt_object(&ctx),
-        op::CHARGE_CONTEXT => charge_context(
+        op::CHARGE_APART => charge_apart(
             (a as u32, c as u32),
             (b as u32, ctx.arg(5)),
             d,
             ctx.arg::<u64>(6) == 1,
+            ctx.arg::<u64>(7) == 1,
         ),
         op::RESERVE => {
             if ledger::set_reservation(settings().generation, a as u32, b as u32, c) {
@@ -194,19 +195,24 @@ fn cancel(thread: u32) -> u32 {
     result::OK
 }
 
-/// Charges what the driver takes for a process by itself. Nothing can refuse it, so no limit is asked.
+/// Charges what no call asks RM for. Nothing can refuse it, so no limit is asked.
 #[inline(always)]
-fn charge_context(
+fn charge_apart(
     (tgid, gpu): (u32, u32),
     (tenant, cgroup): (u32, u64),
     bytes: u64,
     report: bool,
+    managed: bool,
 ) -> u32 {
     if gpu >= MAX_GPUS {
         return result::INVALID;
     }
     let generation = settings().generation;
-    let key = context_key(tgid, gpu);
+    let (key, kind) = if managed {
+        (managed_key(tgid, gpu), kind::MANAGED)
+    } else {
+        (context_key(tgid, gpu), kind::CONTEXT)
+    };
     if bytes == 0 {
         ledger::release(generation, key);
         return result::OK;
@@ -219,7 +225,7 @@ fn charge_context(
             tgid,
             tenant,
             gpu,
-            kind: kind::CONTEXT,
+            kind,
             class: 0,
             parent: 0,
             source: ObjectKey {

@@ -17,6 +17,7 @@ pub mod kernel;
 pub mod kubernetes;
 pub mod launch;
 pub mod lifecycle;
+pub mod managed;
 pub mod metrics;
 pub mod notify;
 pub mod open_files;

@@ -127,6 +127,8 @@ pub struct TenantGpuSample {
     pub min: u64,
     /// Bytes that are charged for contexts.
     pub context: u64,
+    /// Bytes that are charged for managed memory.
+    pub managed: u64,
     /// What NVML shows for its processes, less what is charged.
     pub drift: i64,
     /// Limit of pinned host memory in bytes.
@@ -445,6 +447,14 @@ fn more_memory(out: &mut Exposition, tenants: &[TenantSample]) {
         Kind::Gauge,
         "Memory charged for what the driver takes by itself.",
         |gpu| bytes(gpu.context),
+    );
+    on_gpu(
+        out,
+        tenants,
+        "gpuquota_tenant_memory_managed_bytes",
+        Kind::Gauge,
+        "Managed memory that is charged, by its virtual size.",
+        |gpu| bytes(gpu.managed),
     );
     on_gpu(
         out,

@@ -19,6 +19,8 @@ pub struct TenantMemory {
     pub host_breaches: u64,
     /// Bytes that are charged for what the driver takes by itself, nested tenants included.
     pub context: u64,
+    /// Bytes that are charged for managed memory, by its virtual size, nested tenants included.
+    pub managed: u64,
     /// What NVML shows for the tenant's processes, less what is charged.
     pub drift: i64,
     /// Bytes of host memory by process.

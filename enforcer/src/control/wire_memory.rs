@@ -29,6 +29,8 @@ pub struct MemoryDict {
     #[serde(with = "as_value")]
     context: u64,
     #[serde(with = "as_value")]
+    managed: u64,
+    #[serde(with = "as_value")]
     drift: i64,
     #[serde(with = "as_value")]
     host_processes: Vec<(u32, u64)>,
@@ -44,6 +46,7 @@ impl From<TenantMemory> for MemoryDict {
             host_denials: memory.host_denials,
             host_breaches: memory.host_breaches,
             context: memory.context,
+            managed: memory.managed,
             drift: memory.drift,
             host_processes: memory.host_processes,
         }
@@ -60,6 +63,7 @@ impl From<MemoryDict> for TenantMemory {
             host_denials: dict.host_denials,
             host_breaches: dict.host_breaches,
             context: dict.context,
+            managed: dict.managed,
             drift: dict.drift,
             host_processes: dict.host_processes,
         }

@@ -305,6 +305,7 @@ impl Enforcer {
         let sums = self.sums(index, gpu);
         Some(TenantMemory {
             context: sums.context,
+            managed: sums.managed,
             drift: sums.drift,
             min: budget.min,
             host_max: budget.host,
@@ -351,9 +352,11 @@ impl Enforcer {
             )
         });
         findings.push(doctor::finding(
-            "not in the ledger",
+            "managed memory",
             Verdict::Info,
-            "managed memory: memory.managed has no effect in this version".to_owned(),
+            "is charged by what processes have mapped of it, when the ledger is compared with NVML; nothing refuses the \
+             mapping, so memory.on-breach answers what is above memory.max or denied by memory.managed"
+                .to_owned(),
         ));
         if let Ok(counters) = self.kernel.counters() {
             findings.extend(doctor::counters(&counters));

@@ -4,19 +4,29 @@ use std::{collections::BTreeMap, time::Instant};
 
 use gpuquota_common::{
     event::Event,
-    map::{MAX_GPUS, NO_TENANT, ObjectKey, context_key, kind, process_flags},
+    map::{DeviceKey, MAX_GPUS, NO_TENANT, ObjectKey, context_key, device, kind, process_flags},
     nvidia::class,
 };
+use gpuquota_policy::{Managed, OnBreach};
 use tracing::{error, warn};
 
 use super::{Enforcer, EnforcerError};
 use crate::{
     context::{Charge, Contexts, Holder, Look},
+    control::Notice,
+    ending::GRACE,
+    kernel::ApartCharge,
     lifecycle::ProcessView as _,
+    managed,
 };
 
 /// A context of libcuda has so many channel groups.
 const GROUPS_OF_CONTEXT: u64 = 4;
+
+/// By process and GPU.
+type KnownByPlace = BTreeMap<(u32, u32), Known>;
+/// By process: birth of its youngest channel group, and the GPU that it is on.
+type Homes = BTreeMap<u32, (u64, u32)>;
 
 /// What is known of contexts.
 #[derive(Debug, Default)]
@@ -24,6 +34,8 @@ pub(super) struct ContextState {
     contexts: Contexts,
     /// The telemetry that was looked at last.
     looked: Option<Instant>,
+    /// Charged for managed memory by tenant index and GPU.
+    managed: BTreeMap<(u32, u32), u64>,
     /// By tenant index and GPU, nested tenants included.
     sums: BTreeMap<(u32, u32), Sums>,
 }
@@ -33,8 +45,18 @@ pub(super) struct ContextState {
 pub(super) struct Sums {
     /// Charged for contexts.
     pub context: u64,
+    /// Charged for managed memory.
+    pub managed: u64,
     /// What NVML shows, less what is charged.
     pub drift: i64,
+}
+
+/// What one process adds to [`Sums`].
+#[derive(Clone, Copy, Debug, Default)]
+struct Added {
+    context: u64,
+    managed: u64,
+    drift: i128,
 }
 
 /// What the ledger has of one process on one GPU.
@@ -44,23 +66,33 @@ struct Known {
     charged: u64,
     /// Of that, for contexts.
     context: u64,
+    /// Of that, managed memory.
+    managed: u64,
     /// The tenant that pays for the contexts.
     payer: Option<u32>,
     groups: u64,
 }
 
+impl Known {
+    fn contexts(&self) -> u64 {
+        self.groups.div_ceil(GROUPS_OF_CONTEXT)
+    }
+}
+
 impl Enforcer {
     /// Compares the ledger with the last telemetry, once.
     pub(super) fn charge_contexts(&self) {
+        let (known, homes) = self.known();
+        let mut state = self.contexts();
+        state.managed = self.charge_managed(&known, &homes);
         let Some(snapshot) = self.telemetry.latest() else {
             return;
         };
-        let mut state = self.contexts();
         if state.looked == Some(snapshot.at) {
             return;
         }
         state.looked = Some(snapshot.at);
-        let known = self.known();
+        let known = self.known().0;
         let mut sums: BTreeMap<(u32, u32), Sums> = BTreeMap::new();
         let mut shown: Vec<Holder> = Vec::new();
         for card in &snapshot.cards {
@@ -81,17 +113,18 @@ impl Enforcer {
                 let tenant = of_process.payer.unwrap_or(tenant);
                 let look = Look {
                     nvml,
-                    ledger: of_process.charged.saturating_sub(of_process.context),
+                    // NVML shows managed memory for no process.
+                    ledger: of_process
+                        .charged
+                        .saturating_sub(of_process.context)
+                        .saturating_sub(of_process.managed),
                     charged: of_process.context,
-                    contexts: of_process.groups.div_ceil(GROUPS_OF_CONTEXT),
+                    contexts: of_process.contexts(),
                     pays: tenant == NO_TENANT
                         || self
                             .memory_budget(tenant, card.index)
                             .is_some_and(|memory| memory.context),
-                    observed: self.kernel.process(*tgid).is_some_and(|process| {
-                        process.flags & process_flags::ADOPTED == 0
-                            && process.flags & process_flags::ACTIVE != 0
-                    }),
+                    observed: self.is_observed(*tgid),
                 };
                 let charge =
                     state
@@ -102,8 +135,20 @@ impl Enforcer {
                     self.charge_context(holder, (tenant, cgroup), look, charge);
                 }
                 let drift = i128::from(nvml) - i128::from(look.ledger) - i128::from(context);
-                self.add_sums(&mut sums, (tenant, card.index), context, drift);
+                let added = Added {
+                    context,
+                    drift,
+                    managed: 0,
+                };
+                self.add_sums(&mut sums, (tenant, card.index), added);
             }
+        }
+        for (place, managed) in &state.managed {
+            let added = Added {
+                managed: *managed,
+                ..Added::default()
+            };
+            self.add_sums(&mut sums, *place, added);
         }
         for gone in state.contexts.retain(|holder| shown.contains(holder)) {
             let key = context_key(gone.tgid, gone.gpu);
@@ -125,12 +170,15 @@ impl Enforcer {
                 "has memory that it was never charged for; it is charged now"
             );
         }
-        let charged = self.kernel.charge_context(
-            (holder.tgid, holder.gpu),
-            home,
-            charge.bytes,
-            charge.hidden,
-        );
+        let charged = self.kernel.charge_apart(&ApartCharge {
+            tgid: holder.tgid,
+            gpu: holder.gpu,
+            tenant: home.0,
+            cgroup: home.1,
+            bytes: charge.bytes,
+            report: charge.hidden,
+            managed: false,
+        });
         if let Err(error) = charged {
             error!(%error, ?holder, "contexts are not charged");
         }
@@ -156,23 +204,139 @@ impl Enforcer {
         if usual == 0 || !pays || known.is_some() || self.processes.started(event.tgid).is_none() {
             return Ok(());
         }
-        let home = (event.tenant, group.cgroup);
-        self.kernel
-            .charge_context((event.tgid, event.gpu), home, usual, false)?;
+        self.kernel.charge_apart(&ApartCharge {
+            tgid: event.tgid,
+            gpu: event.gpu,
+            tenant: event.tenant,
+            cgroup: group.cgroup,
+            bytes: usual,
+            report: false,
+            managed: false,
+        })?;
         Ok(())
     }
 
-    /// What the ledger has, by process and GPU.
-    fn known(&self) -> BTreeMap<(u32, u32), Known> {
-        let mut known: BTreeMap<(u32, u32), Known> = BTreeMap::new();
+    /// Charges managed memory by the ranges that processes have mapped; returns what is charged by tenant and GPU.
+    fn charge_managed(&self, known: &KnownByPlace, homes: &Homes) -> BTreeMap<(u32, u32), u64> {
+        let mut sums = BTreeMap::new();
+        let Some(node) = self.uvm_node() else {
+            return sums;
+        };
+        for (tgid, (_, gpu)) in homes {
+            let of_process = known.get(&(*tgid, *gpu)).copied().unwrap_or_default();
+            let Some((tenant, cgroup)) =
+                self.home(*tgid).filter(|(tenant, _)| *tenant != NO_TENANT)
+            else {
+                continue;
+            };
+            let Some(budget) = self.memory_budget(tenant, *gpu) else {
+                continue;
+            };
+            let all = known
+                .iter()
+                .filter(|((of, _), _)| of == tgid)
+                .map(|(_, known)| known.contexts())
+                .sum();
+            let ranges = match budget.managed {
+                Managed::Ignore => Ok(Vec::new()),
+                _ => managed::ranges(*tgid, node, all),
+            };
+            // A process that is gone gives its charges back in another way.
+            let Ok(ranges) = ranges else { continue };
+            let bytes: u64 = ranges.iter().map(|range| range.length).sum();
+            let grows = bytes > of_process.managed;
+            *sums.entry((tenant, *gpu)).or_default() += bytes;
+            if bytes == of_process.managed {
+                continue;
+            }
+            let charged = self.kernel.charge_apart(&ApartCharge {
+                tgid: *tgid,
+                gpu: *gpu,
+                tenant,
+                cgroup,
+                bytes,
+                report: grows && self.is_observed(*tgid),
+                managed: true,
+            });
+            if let Err(error) = charged {
+                error!(%error, tgid, "managed memory is not charged");
+            }
+            if grows && budget.managed == Managed::Deny {
+                self.answer_managed(tenant, *gpu, *tgid, bytes);
+            }
+        }
+        sums
+    }
+
+    /// A process has managed memory although its tenant may have none. The mapping that makes it passes every backend.
+    fn answer_managed(&self, tenant: u32, gpu: u32, tgid: u32, bytes: u64) {
+        self.notify(Notice::Breached {
+            tenant: self.name_of(tenant),
+            key: "memory.managed".to_owned(),
+            gpu,
+            pid: tgid,
+            requested: bytes,
+            used: bytes,
+            limit: 0,
+        });
+        let kills = self
+            .memory_budget(tenant, gpu)
+            .is_some_and(|memory| memory.on_breach == OnBreach::Kill);
+        if kills && self.choice.answers_breaches() && self.is_observed(tgid) {
+            warn!(
+                pid = tgid,
+                tenant = self.name_of(tenant),
+                "has managed memory, which memory.managed denies: it is ended"
+            );
+            self.endings.end(tgid, GRACE, || {
+                self.home(tgid).is_some_and(|(home, _)| home == tenant)
+            });
+        }
+    }
+
+    /// The driver's node for managed memory, where it was there at the start.
+    pub(super) fn uvm_node(&self) -> Option<DeviceKey> {
+        self.topology
+            .devices
+            .iter()
+            .find(|(_, device)| device.kind == device::UVM)
+            .map(|(key, _)| *key)
+    }
+
+    /// Contexts of a process, on all GPUs.
+    pub(super) fn contexts_of(&self, tgid: u32) -> u64 {
+        let (known, _) = self.known();
+        known
+            .iter()
+            .filter(|((of, _), _)| *of == tgid)
+            .map(|(_, known)| known.contexts())
+            .sum()
+    }
+
+    /// Whether all that a process did was seen.
+    fn is_observed(&self, tgid: u32) -> bool {
+        self.kernel.process(tgid).is_some_and(|process| {
+            process.flags & process_flags::ADOPTED == 0
+                && process.flags & process_flags::ACTIVE != 0
+        })
+    }
+
+    /// What the ledger has, by process and GPU; and the GPU of the youngest context of each process.
+    fn known(&self) -> (KnownByPlace, Homes) {
+        let mut known = KnownByPlace::new();
+        let mut homes = Homes::new();
         for (_, object) in self.kernel.structure() {
             let of_process = (object.tgid, object.gpu);
             if object.kind == kind::CONTEXT {
                 let entry = known.entry(of_process).or_default();
                 entry.context = object.bytes;
                 entry.payer = Some(object.tenant);
-            } else if object.kind == kind::CHANNEL_GROUP {
+            } else if object.kind == kind::MANAGED {
+                known.entry(of_process).or_default().managed = object.bytes;
+            } else if object.kind == kind::CHANNEL_GROUP && object.gpu < MAX_GPUS {
                 known.entry(of_process).or_default().groups += 1;
+                let home = homes.entry(object.tgid).or_default();
+                *home = (*home).max((object.born_ns, object.gpu));
             }
         }
         for (key, bytes) in self.kernel.accounts() {
@@ -181,7 +345,7 @@ impl Enforcer {
                 known.entry((key.tgid, gpu)).or_default().charged += bytes;
             }
         }
-        known
+        (known, homes)
     }
 
     /// The tenant and the cgroup of a process; `None` if it is gone.
@@ -195,8 +359,7 @@ impl Enforcer {
         &self,
         sums: &mut BTreeMap<(u32, u32), Sums>,
         (tenant, gpu): (u32, u32),
-        context: u64,
-        drift: i128,
+        added: Added,
     ) {
         let now = self.read();
         let mut at = Some(tenant);
@@ -205,8 +368,9 @@ impl Enforcer {
                 break;
             };
             let sum = sums.entry((index, gpu)).or_default();
-            sum.context = sum.context.saturating_add(context);
-            let drift = i64::try_from(drift).unwrap_or(i64::MAX);
+            sum.context = sum.context.saturating_add(added.context);
+            sum.managed = sum.managed.saturating_add(added.managed);
+            let drift = i64::try_from(added.drift).unwrap_or(i64::MAX);
             sum.drift = sum.drift.saturating_add(drift);
             at = seat
                 .parent

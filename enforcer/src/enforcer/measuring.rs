@@ -210,6 +210,7 @@ impl Enforcer {
                         let sums = self.sums(index, gpu.index);
                         Some(TenantGpuSample {
                             context: sums.context,
+                            managed: sums.managed,
                             drift: sums.drift,
                             gpu: gpu.index,
                             max: budget.memory.max,

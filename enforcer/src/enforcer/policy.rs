@@ -3,8 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use gpuquota_policy::{
-    GpuSelector, Host, Layer, Loaded, Managed, OnHigh, OnMemoryMax, Policy, Source, dropin,
-    property::Property,
+    GpuSelector, Host, Layer, Loaded, OnMemoryMax, Policy, Source, dropin, property::Property,
 };
 use tracing::info;
 
@@ -215,18 +214,6 @@ fn without_effect(policy: &Policy, host: &Host, choice: Choice) -> Vec<String> {
                 "memory.on-max",
                 "the backend lsm cannot make an allocation wait, it is denied; a command started by `gpuquotactl run` \
                  waits where notify is in use too",
-            );
-        }
-        if budget.memory.on_high == OnHigh::Reclaim && budget.memory.high.is_some() {
-            say(
-                "memory.on-high = \"reclaim\"",
-                "crossing memory.high only raises an event",
-            );
-        }
-        if budget.memory.managed == Managed::Deny {
-            say(
-                "memory.managed = \"deny\"",
-                "managed memory is neither refused nor charged",
             );
         }
     }

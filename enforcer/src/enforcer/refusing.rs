@@ -4,6 +4,7 @@ use std::{
     collections::BTreeSet,
     sync::{Arc, PoisonError},
     thread,
+    time::Duration,
 };
 
 use gpuquota_common::{
@@ -21,8 +22,14 @@ use crate::{
     config::{Config, DaemonLoss, MemoryBackend},
     ending::GRACE,
     kernel::{DenyHook, Kernel, PinDir},
-    time::rules::Reason,
+    managed,
+    time::{act::Reach, rules::Reason},
 };
+
+/// Managed memory is moved to the host in pieces of this size ...
+const RECLAIM_PIECE: u64 = 256 << 20;
+/// ... with this pause after each: at most 2 GiB a second.
+const RECLAIM_PIECE_TIME: Duration = Duration::from_millis(125);
 
 /// Chooses a backend and attaches its programs.
 ///
@@ -148,6 +155,15 @@ impl Enforcer {
         }
         match self.memory_budget(tenant, gpu).map(|memory| memory.on_high) {
             Some(OnHigh::Signal(signal)) => self.signal_users(tenant, gpu, signal),
+            Some(OnHigh::Reclaim) => {
+                let enforcer = Arc::clone(self);
+                let spawned = thread::Builder::new()
+                    .name("reclaim".into())
+                    .spawn(move || enforcer.reclaim(tenant, gpu));
+                if let Err(error) = spawned {
+                    warn!(%error, "no thread to reclaim memory");
+                }
+            }
             Some(OnHigh::Freeze) => {
                 let enforcer = Arc::clone(self);
                 // The controller answers when it is done; events go on meanwhile.
@@ -171,6 +187,70 @@ impl Enforcer {
             }
             _ => {}
         }
+    }
+
+    /// Moves managed memory of a tenant's processes to the host, as much as it is above its `memory.high`, largest ranges
+    /// first and no faster than [`RECLAIM_PIECE`] and [`RECLAIM_PIECE_TIME`] allow.
+    fn reclaim(&self, tenant: u32, gpu: u32) {
+        let (Some(node), Some(high)) = (
+            self.uvm_node(),
+            self.memory_budget(tenant, gpu)
+                .and_then(|memory| memory.high),
+        ) else {
+            return;
+        };
+        let used = self
+            .kernel
+            .usage(tenant, gpu)
+            .map_or(0, |usage| usage.memory);
+        // As far below as the next crossing counts.
+        let mut left = used.saturating_sub(high - high / 20);
+        let mut moved = 0;
+        for pid in self.users(tenant, gpu) {
+            let Ok(reach) = Reach::open(pid, None, &*self.processes) else {
+                continue;
+            };
+            let ranges = managed::ranges(pid, node, self.contexts_of(pid)).unwrap_or_default();
+            for piece in managed::pieces(&ranges, RECLAIM_PIECE, left) {
+                match managed::to_host(&reach, node, piece) {
+                    Ok(true) => {
+                        moved += piece.length;
+                        left -= piece.length;
+                    }
+                    Ok(false) => {}
+                    Err(error) => {
+                        warn!(pid, %error, "managed memory could not be moved");
+                        break;
+                    }
+                }
+                thread::sleep(RECLAIM_PIECE_TIME);
+            }
+        }
+        info!(
+            tenant = self.name_of(tenant),
+            gpu, moved, left, "above memory.high: managed memory was moved to the host"
+        );
+    }
+
+    /// Processes of a tenant, nested tenants' too, that have memory on a GPU.
+    fn users(&self, tenant: u32, gpu: u32) -> BTreeSet<u32> {
+        let roots: Vec<String> = self
+            .read()
+            .roots
+            .values()
+            .filter(|(index, _)| *index == tenant)
+            .map(|(_, path)| path.clone())
+            .collect();
+        self.kernel
+            .accounts()
+            .filter(|(key, bytes)| u32::from(key.gpu) == gpu && *bytes > 0)
+            .map(|(key, _)| key.tgid)
+            .filter(|pid| {
+                self.hierarchy
+                    .of_process(*pid)
+                    .is_ok_and(|path| roots.iter().any(|root| cgroup::is_within(&path, root)))
+            })
+            .collect()
     }
 
     /// Who has fallen below its `memory.high` again?

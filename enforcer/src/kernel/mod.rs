@@ -166,6 +166,25 @@ pub enum KernelError {
     },
 }
 
+/// A charge for memory that no call asks RM for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ApartCharge {
+    /// Process.
+    pub tgid: u32,
+    /// GPU.
+    pub gpu: u32,
+    /// Tenant that pays.
+    pub tenant: u32,
+    /// Its cgroup.
+    pub cgroup: u64,
+    /// Bytes from now on.
+    pub bytes: u64,
+    /// Whether a limit that this exceeds is a breach.
+    pub report: bool,
+    /// Managed memory; else what the driver takes by itself.
+    pub managed: bool,
+}
+
 /// Answer to a request for admission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
@@ -778,23 +797,17 @@ impl Kernel {
         ])
     }
 
-    /// Charges a process for what the driver takes for it by itself, in place of what was charged before. With `report` a
-    /// limit that this exceeds is a breach.
-    pub fn charge_context(
-        &self,
-        (tgid, gpu): (u32, u32),
-        (tenant, cgroup): (u32, u64),
-        bytes: u64,
-        report: bool,
-    ) -> Result<(), KernelError> {
+    /// Charges a process for what no call asks RM for, in place of what was charged before.
+    pub fn charge_apart(&self, charge: &ApartCharge) -> Result<(), KernelError> {
         self.done(&[
-            op::CHARGE_CONTEXT,
-            u64::from(tgid),
-            u64::from(tenant),
-            u64::from(gpu),
-            bytes,
-            cgroup,
-            u64::from(report),
+            op::CHARGE_APART,
+            u64::from(charge.tgid),
+            u64::from(charge.tenant),
+            u64::from(charge.gpu),
+            charge.bytes,
+            charge.cgroup,
+            u64::from(charge.report),
+            u64::from(charge.managed),
         ])
     }
 

@@ -257,6 +257,7 @@ fn memory_text(tenant: &Tenant, screen: Screen) -> Option<String> {
         ("GPU", Align::Right),
         ("RESERVED", Align::Right),
         ("CONTEXTS", Align::Right),
+        ("MANAGED", Align::Right),
         ("PINNED", Align::Right),
         ("PINNED MAX", Align::Right),
         ("PINNED PEAK", Align::Right),
@@ -274,6 +275,7 @@ fn memory_text(tenant: &Tenant, screen: Screen) -> Option<String> {
             (gpu.gpu.to_string(), Style::Plain),
             (limit(Some(memory.min).filter(|min| *min > 0)), Style::Plain),
             (size(memory.context), Style::Plain),
+            (size(memory.managed), Style::Plain),
             (
                 size(memory.host_used),
                 if full { Style::Bad } else { Style::Plain },

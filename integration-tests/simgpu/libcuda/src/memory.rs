@@ -4,7 +4,7 @@
 //! - `cuMemAllocAsync`: a pool that grows in pieces of 32 MiB and gives back whole runs of them when a
 //!   stream or the context is synchronised.
 //! - `cuMemCreate`: one RM object; address ranges and mappings are apart from it.
-//! - `cuMemAllocManaged`: host memory that the model is told of.
+//! - `cuMemAllocManaged`: a mapping of the `nvidia-uvm` file that the model is told of.
 //! - `cuMemAllocHost`, `cuMemHostRegister`: pinned host memory.
 
 use std::collections::BTreeMap;
@@ -442,7 +442,7 @@ impl Memory {
         let length = size
             .checked_next_multiple_of(GRANULARITY)
             .ok_or(error::OUT_OF_MEMORY)?;
-        let base = map_host(length)?;
+        let base = driver.rm.map_managed(length)?;
         for cmd in [0x48, 0x2d] {
             driver.rm.uvm_plain(cmd)?;
         }

@@ -361,6 +361,50 @@ impl Rm {
         self.control(group, TSG_GPFIFO_SCHEDULE, &mut [1; SCHEDULE_SIZE])
     }
 
+    /// Maps managed memory: the driver wants it at the offset of its own address.
+    pub fn map_managed(&self, length: u64) -> Result<u64, CuResult> {
+        const ALIGN: usize = 2 << 20;
+        let length = usize::try_from(length).map_err(|_| error::OUT_OF_MEMORY)?;
+        let room = length.checked_add(ALIGN).ok_or(error::OUT_OF_MEMORY)?;
+        // SAFETY: a new anonymous mapping touches nothing that exists.
+        let reserved = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                room,
+                libc::PROT_NONE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if reserved == libc::MAP_FAILED {
+            return Err(error::OUT_OF_MEMORY);
+        }
+        let base = reserved.map_addr(|at| at.next_multiple_of(ALIGN));
+        let offset = libc::off_t::try_from(base.addr()).map_err(|_| error::OUT_OF_MEMORY)?;
+        // SAFETY: inside what was just reserved; the rest before and behind is given back.
+        unsafe {
+            let before = base.addr() - reserved.addr();
+            if before > 0 {
+                libc::munmap(reserved, before);
+            }
+            libc::munmap(base.byte_add(length), ALIGN - before);
+            let mapped = libc::mmap(
+                base,
+                length,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED | libc::MAP_FIXED,
+                self.uvm.as_raw_fd(),
+                offset,
+            );
+            if mapped == libc::MAP_FAILED {
+                libc::munmap(base, length);
+                return Err(error::OUT_OF_MEMORY);
+            }
+        }
+        Ok(base.addr() as u64)
+    }
+
     /// A UVM command whose structure does not matter here.
     pub fn uvm_plain(&self, cmd: u32) -> Result<(), CuResult> {
         let mut arg = vec![0; UVM_SPACE];

@@ -121,7 +121,12 @@ impl Files {
         };
         Some(FileAttr {
             ino: INodeNo(inode),
-            size: 0,
+            // Managed memory is a mapping at the offset of its own address.
+            size: if self.entry(inode) == Some(Entry::Device(Node::Uvm)) {
+                1 << 62
+            } else {
+                0
+            },
             blocks: 0,
             atime: UNIX_EPOCH,
             mtime: UNIX_EPOCH,
@@ -590,13 +595,19 @@ impl Filesystem for Files {
                 .unwrap_or_else(PoisonError::into_inner)
                 .insert(file, text);
         }
-        reply.opened(FileHandle(file), FopenFlags::FOPEN_DIRECT_IO);
+        let flags = if entry == Entry::Device(Node::Uvm) {
+            // Shared mappings need the page cache.
+            FopenFlags::empty()
+        } else {
+            FopenFlags::FOPEN_DIRECT_IO
+        };
+        reply.opened(FileHandle(file), flags);
     }
 
     fn read(
         &self,
         _req: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         offset: u64,
         size: u32,
@@ -604,6 +615,9 @@ impl Filesystem for Files {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
+        if self.entry(ino.0) == Some(Entry::Device(Node::Uvm)) {
+            return reply.data(&vec![0; size as usize]);
+        }
         let texts = self.texts.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(text) = texts.get(&fh.0) else {
             return reply.error(Errno::EINVAL);
@@ -627,6 +641,10 @@ impl Filesystem for Files {
         _lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
+        if self.entry(ino.0) == Some(Entry::Device(Node::Uvm)) {
+            // Pages of a mapping that are written back; they stay in the page cache.
+            return reply.written(u32::try_from(data.len()).unwrap_or(u32::MAX));
+        }
         if self.entry(ino.0) != Some(Entry::Control) {
             return reply.error(Errno::EINVAL);
         }

@@ -239,13 +239,15 @@ impl VideoMemory {
     /// Moves the managed ranges of `pid` that lie in an address range to the host; returns the bytes moved.
     pub fn migrate_to_host(&mut self, pid: u32, base: u64, length: u64) -> u64 {
         let keys = self.managed_within(pid, base, length);
-        keys.into_iter().map(|key| self.evict(key, u64::MAX)).sum()
+        keys.into_iter()
+            .map(|(key, part)| self.evict(key, part))
+            .sum()
     }
 
     /// Moves the managed ranges of `pid` that lie in an address range to a card; returns the bytes moved.
     pub fn migrate_to_gpu(&mut self, pid: u32, base: u64, length: u64, gpu: usize) -> u64 {
         let mut moved = 0;
-        for (pid, base) in self.managed_within(pid, base, length) {
+        for ((pid, base), _) in self.managed_within(pid, base, length) {
             let before = self.managed_resident(pid, base).unwrap_or(0);
             let after = self.touch_managed(pid, base, gpu).unwrap_or(0);
             moved += after.saturating_sub(before);
@@ -257,7 +259,7 @@ impl VideoMemory {
     pub fn managed_length(&self, pid: u32, base: u64, length: u64) -> u64 {
         self.managed_within(pid, base, length)
             .iter()
-            .map(|key| self.managed[key].length)
+            .map(|(_, part)| part)
             .sum()
     }
 
@@ -302,11 +304,16 @@ impl VideoMemory {
         self.events.iter()
     }
 
-    fn managed_within(&self, pid: u32, base: u64, length: u64) -> Vec<(u32, u64)> {
+    /// Managed ranges of a process that an address range touches, with the bytes of each that lie in it.
+    fn managed_within(&self, pid: u32, base: u64, length: u64) -> Vec<((u32, u64), u64)> {
         let end = base.saturating_add(length);
         self.managed
-            .range((pid, base)..(pid, end.max(base)))
-            .map(|(key, _)| *key)
+            .range((pid, 0)..(pid, end.max(base)))
+            .map(|(key, range)| {
+                let last = end.min(key.1.saturating_add(range.length));
+                (*key, last.saturating_sub(base.max(key.1)))
+            })
+            .filter(|(_, part)| *part > 0)
             .collect()
     }
 
