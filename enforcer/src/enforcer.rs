@@ -15,6 +15,7 @@ mod measuring;
 mod policy;
 mod refusing;
 mod timing;
+mod waits;
 mod watching;
 
 use std::{
@@ -35,6 +36,7 @@ use tokio::sync::broadcast;
 use tracing::warn;
 
 use crate::{
+    alone::{Alone, NotAlone},
     backend::{Choice, Lacking, NotOffered},
     cards::Cards,
     cgroup::{CgroupError, Hierarchy},
@@ -102,6 +104,9 @@ pub enum EnforcerError {
         /// Where it is set.
         winner: String,
     },
+    /// Another daemon.
+    #[error(transparent)]
+    NotAlone(#[from] NotAlone),
     /// Launch budgets.
     #[error(transparent)]
     Launch(#[from] attach::StartError),
@@ -167,6 +172,8 @@ pub struct Enforcer {
     notices: broadcast::Sender<Notice>,
     loads: measuring::Loads,
     served: measuring::Served,
+    waits: Mutex<waits::Waits>,
+    _alone: Alone,
     stopping: AtomicBool,
 }
 
@@ -210,6 +217,7 @@ impl Enforcer {
         let memory = config.enforcement.memory;
         let control = config.gpu.device_dir.join("nvidiactl");
         let processes = Proc::new(&control).map_err(system("looking at nvidiactl"))?;
+        let alone = Alone::with(&control, processes.control())?;
         let (pins, unpinned) = open_pins(&config)?;
         let (kernel, events) = Kernel::attach(pins.as_ref())?;
         let enforcing = known && memory != MemoryBackend::Observe;
@@ -251,6 +259,8 @@ impl Enforcer {
             notices,
             loads: measuring::Loads::default(),
             served: measuring::Served::default(),
+            waits: Mutex::default(),
+            _alone: alone,
             stopping: AtomicBool::new(false),
         });
         enforcer.describe_host()?;

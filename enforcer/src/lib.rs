@@ -1,5 +1,6 @@
 //! The library behind `gpuquotad` and `gpuquotactl`.
 
+pub mod alone;
 pub mod backend;
 pub mod cards;
 pub mod cgroup;

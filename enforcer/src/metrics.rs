@@ -12,7 +12,7 @@ mod text;
 use std::time::{Duration, SystemTime};
 
 use self::text::{Exposition, Kind};
-use crate::control::{TenantTime, launch::TenantLaunch};
+use crate::control::{Pressure, TenantTime, launch::TenantLaunch};
 
 /// Everything that one scrape shows.
 #[derive(Clone, Debug, Default)]
@@ -139,6 +139,8 @@ pub struct TenantGpuSample {
     pub host_denials: u64,
     /// Processes with memory, without those of nested tenants.
     pub processes: u64,
+    /// Time in which allocations waited for memory.
+    pub memory_pressure: Pressure,
     /// GPU time; absent while it is not controlled.
     pub time: Option<TenantTime>,
 }
@@ -407,6 +409,28 @@ fn tenants(out: &mut Exposition, tenants: &[TenantSample]) {
         "Processes with memory on the GPU, without those of nested tenants.",
         |gpu| bytes(gpu.processes),
     );
+    let pressure = out.family(
+        "gpuquota_tenant_memory_pressure_seconds_total",
+        Kind::Counter,
+        "Time in which some allocations of the tenant, or all of its processes, waited for memory.",
+    );
+    for tenant in tenants {
+        for gpu in &tenant.gpus {
+            let index = gpu.gpu.to_string();
+            let kinds = [
+                ("some", &gpu.memory_pressure.some),
+                ("full", &gpu.memory_pressure.full),
+            ];
+            for (reason, averages) in kinds {
+                let labels = [
+                    ("tenant", tenant.name.as_str()),
+                    ("gpu", &index),
+                    ("reason", reason),
+                ];
+                pressure.labelled(&labels, averages.total.as_secs_f64());
+            }
+        }
+    }
 }
 
 /// A family with one value for each tenant and GPU.
@@ -707,7 +731,6 @@ fn limit(value: Option<u64>) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::Pressure;
 
     fn snapshot() -> Snapshot {
         Snapshot {

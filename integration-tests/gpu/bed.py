@@ -5,6 +5,7 @@ Everything that a bed makes goes with it.
 """
 
 import atexit
+import itertools
 import json
 import os
 import pathlib
@@ -22,6 +23,8 @@ SETTINGS = os.environ.get("SETTINGS", "")
 # The GPU that is measured.
 GPU = int(os.environ.get("GPU", 0))
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(GPU))
+# Beds of this process have names of their own.
+NUMBERS = itertools.count()
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -51,7 +54,7 @@ class Bed:
         prepare_host()
         self.dir = pathlib.Path(tempfile.mkdtemp(prefix="gpuquota-gpu-"))
         self.dir.chmod(0o755)
-        self.name = f"gpuquota-gpu-{os.getpid()}"
+        self.name = f"gpuquota-gpu-{os.getpid()}-{next(NUMBERS)}"
         self.cgroups = cgroup_root()
         self.top = f"/{self.name}.slice"
         self.pins = f"/sys/fs/bpf/{self.name}"

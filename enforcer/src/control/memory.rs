@@ -2,8 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::time::Pressure;
+
 /// What else there is to say about a tenant's memory on one GPU.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TenantMemory {
     /// Bytes that are reserved for it; 0: none.
     pub min: u64,
@@ -23,6 +25,9 @@ pub struct TenantMemory {
     pub managed: u64,
     /// What NVML shows for the tenant's processes, less what is charged.
     pub drift: i64,
+    /// Time in which allocations waited for memory (`memory.on-max = "wait"`).
+    #[serde(default)]
+    pub pressure: Pressure,
     /// Bytes of host memory by process.
     pub host_processes: Vec<(u32, u64)>,
 }

@@ -3,7 +3,11 @@
 use serde::{Deserialize, Serialize};
 use zbus::zvariant::{Type, as_value};
 
-use super::memory::TenantMemory;
+use super::{
+    memory::TenantMemory,
+    time::Pressure,
+    wire_time::{AveragesTuple, averages, averages_back},
+};
 
 /// [`TenantMemory`] as `a{sv}`.
 #[derive(Clone, Debug, Serialize, Deserialize, Type)]
@@ -33,6 +37,10 @@ pub struct MemoryDict {
     #[serde(with = "as_value")]
     drift: i64,
     #[serde(with = "as_value")]
+    pressure_some: AveragesTuple,
+    #[serde(with = "as_value")]
+    pressure_full: AveragesTuple,
+    #[serde(with = "as_value")]
     host_processes: Vec<(u32, u64)>,
 }
 
@@ -48,6 +56,8 @@ impl From<TenantMemory> for MemoryDict {
             context: memory.context,
             managed: memory.managed,
             drift: memory.drift,
+            pressure_some: averages(memory.pressure.some),
+            pressure_full: averages(memory.pressure.full),
             host_processes: memory.host_processes,
         }
     }
@@ -65,6 +75,10 @@ impl From<MemoryDict> for TenantMemory {
             context: dict.context,
             managed: dict.managed,
             drift: dict.drift,
+            pressure: Pressure {
+                some: averages_back(dict.pressure_some),
+                full: averages_back(dict.pressure_full),
+            },
             host_processes: dict.host_processes,
         }
     }

@@ -307,6 +307,7 @@ impl Enforcer {
             context: sums.context,
             managed: sums.managed,
             drift: sums.drift,
+            pressure: self.memory_pressure(index, gpu).into(),
             min: budget.min,
             host_max: budget.host,
             host_used: usage.memory,

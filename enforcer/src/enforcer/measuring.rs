@@ -224,6 +224,7 @@ impl Enforcer {
                             host_used: pinned.memory,
                             host_denials: pinned.denials,
                             processes: holders.get(&(index, gpu.index)).map_or(0, size),
+                            memory_pressure: self.memory_pressure(index, gpu.index).into(),
                             time: self.time.status(index, gpu.index),
                         })
                     })

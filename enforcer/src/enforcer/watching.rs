@@ -79,6 +79,7 @@ impl Enforcer {
             {
                 error!(%error, "no heartbeat");
             }
+            self.observe_waits();
             // SAFETY: `ring` owns the descriptor and lives as long as this loop.
             let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
             let mut fds = [PollFd::new(borrowed.as_fd(), PollFlags::POLLIN)];

@@ -12,7 +12,7 @@ use std::{
 
 use aya::{
     Ebpf,
-    maps::{Array, HashMap, Map, MapData, MapError, RingBuf},
+    maps::{Array, HashMap, Map, MapData, RingBuf},
     programs::{ProbeKind, UProbe, links::FdLink},
 };
 use gpuquota_common::{
@@ -23,7 +23,7 @@ use gpuquota_common::{
 use tracing::debug;
 
 use super::{
-    KernelError, OBJECT, PinDir,
+    KernelError, OBJECT, PinDir, is_missing,
     known::Known,
     map_error, program, program_error, take,
     uprobe_multi::{MultiError, MultiProgram, Source},
@@ -202,8 +202,8 @@ impl Record {
     /// Says that a cgroup is not frozen by us any more.
     pub fn clear_frozen(&self, cgroup: u64) -> Result<(), KernelError> {
         match lock(&self.frozen).remove(&cgroup) {
-            Ok(()) | Err(MapError::KeyNotFound) => Ok(()),
-            Err(source) => Err(map_error("LAUNCH_FROZEN")(source)),
+            Err(source) if !is_missing(&source) => Err(map_error("LAUNCH_FROZEN")(source)),
+            _ => Ok(()),
         }
     }
 }
@@ -394,8 +394,8 @@ impl LaunchMaps {
     /// Forgets in which slot a process was.
     pub fn forget_pid(&self, tgid: u32) -> Result<(), KernelError> {
         match lock(&self.pids).remove(&tgid) {
-            Ok(()) | Err(MapError::KeyNotFound) => Ok(()),
-            Err(source) => Err(map_error("LAUNCH_PIDS")(source)),
+            Err(source) if !is_missing(&source) => Err(map_error("LAUNCH_PIDS")(source)),
+            _ => Ok(()),
         }
     }
 

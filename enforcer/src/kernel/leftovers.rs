@@ -2,13 +2,13 @@
 
 use std::io;
 
-use aya::maps::{HashMap, Map, MapData, MapError};
+use aya::maps::{HashMap, Map, MapData};
 use gpuquota_common::{
     map::{Object, ObjectKey},
     time::{Frozen, FrozenKey},
 };
 
-use super::{KernelError, PinDir, map_error};
+use super::{KernelError, PinDir, is_missing, map_error};
 
 /// The pinned maps that say what is frozen and where its channels are.
 pub struct Leftovers {
@@ -46,8 +46,8 @@ impl Leftovers {
     /// Writes down that something is thawed.
     pub fn clear_frozen(&mut self, key: FrozenKey) -> Result<(), KernelError> {
         match self.frozen.remove(&key) {
-            Ok(()) | Err(MapError::KeyNotFound) => Ok(()),
-            Err(source) => Err(map_error("FROZEN")(source)),
+            Err(source) if !is_missing(&source) => Err(map_error("FROZEN")(source)),
+            _ => Ok(()),
         }
     }
 }

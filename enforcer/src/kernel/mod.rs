@@ -15,9 +15,11 @@ mod ungoverned;
 mod uprobe_multi;
 
 use std::{
+    collections::BTreeMap,
     os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd},
     path::{Path, PathBuf},
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
+    time::Duration,
 };
 
 use aya::{
@@ -33,8 +35,8 @@ use gpuquota_common::{
     claim,
     map::{
         AccountKey, Budget, CELLS, Card, Client, Device, DeviceKey, InFlight, MAX_TENANTS,
-        NAME_LEN, Object, ObjectKey, Process, Settings, TenantName, TenantRow, Usage, banked, cell,
-        counter,
+        NAME_LEN, Object, ObjectKey, PLACES, Process, Settings, TenantName, TenantRow, Usage,
+        banked, cell, counter,
     },
     op,
     time::{Frozen, FrozenKey},
@@ -495,6 +497,24 @@ impl Kernel {
         }
     }
 
+    /// How many allocations wait in each queue, by tenant and place: those that came back within `fresh` before `now_ns`.
+    pub fn waiting(&self, now_ns: u64, fresh: Duration) -> BTreeMap<(u32, u32), usize> {
+        let fresh = u64::try_from(fresh.as_nanos()).unwrap_or(u64::MAX);
+        lock(&self.queues)
+            .iter()
+            .filter_map(Result::ok)
+            .map(|(cell, queue)| {
+                let waiting = queue
+                    .slots
+                    .iter()
+                    .filter(|slot| slot.ticket != 0)
+                    .filter(|slot| now_ns.saturating_sub(slot.seen_ns) < fresh)
+                    .count();
+                ((cell / PLACES, cell % PLACES), waiting)
+            })
+            .collect()
+    }
+
     /// What a tenant uses at a place.
     pub fn usage(&self, tenant: u32, place: u32) -> Result<Usage, KernelError> {
         let mut usage = self
@@ -627,8 +647,8 @@ impl Kernel {
     /// Writes down that something is thawed.
     pub fn clear_frozen(&self, key: FrozenKey) -> Result<(), KernelError> {
         match lock(&self.frozen).remove(&key) {
-            Ok(()) | Err(MapError::KeyNotFound) => Ok(()),
-            Err(source) => Err(map_error("FROZEN")(source)),
+            Err(source) if !is_missing(&source) => Err(map_error("FROZEN")(source)),
+            _ => Ok(()),
         }
     }
 

@@ -304,3 +304,33 @@ fn the_ledger_is_the_drivers_truth_however_often_the_daemon_dies() {
 fn the_ledger_is_the_drivers_truth_after_two_hundred_deaths() {
     kill_the_daemon_under_load(200);
 }
+
+#[test]
+fn a_second_daemon_for_the_same_driver_does_not_start() {
+    let bed = Bed::new(ONE);
+    let scratch = bed.sim.scratch();
+    let settings = std::fs::read_to_string(scratch.join("gpuquota.toml")).expect("settings");
+    // All of its own but the driver.
+    let other = settings.replace("/run", "/run2").replace(
+        "bpf-directory = \"/sys/fs/bpf/",
+        "bpf-directory = \"/sys/fs/bpf/second-",
+    );
+    let file = scratch.join("second.toml");
+    std::fs::write(&file, other).expect("settings");
+    let output = bed
+        .command("gpuquotad")
+        .arg("--config")
+        .arg(&file)
+        .output()
+        .expect("gpuquotad");
+    assert!(!output.status.success());
+    let text = String::from_utf8_lossy(&output.stderr);
+    let holder = format!("process {}", bed.daemon_pid());
+    assert!(
+        text.contains("another gpuquotad governs") && text.contains(&holder),
+        "{text}"
+    );
+    // The first one goes on, and nothing of the second is left.
+    let mut actor = bed.actor("a");
+    assert!(actor.tell("alloc 64MiB").starts_with("allocated"));
+}

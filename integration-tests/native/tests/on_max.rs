@@ -32,6 +32,12 @@ fn an_allocation_waits_until_there_is_room_and_later_ones_wait_behind_it() {
     thread::sleep(Duration::from_millis(1500));
     let usage = bed.usage("a", 0);
     assert_eq!((usage.memory_used, usage.denials), (before, 0));
+    let pressure = usage.memory.pressure;
+    assert!(
+        pressure.some.total > Duration::from_millis(500)
+            && pressure.full.total < pressure.some.total,
+        "two of three wait: {pressure:?}"
+    );
     // Who waits keeps no other tenant out.
     let mut other = bed.actor("b");
     assert!(other.tell("alloc 2GiB").starts_with("allocated"));
