@@ -231,11 +231,29 @@ impl Enforcer {
                 .and_then(|tenant| now.seating.index(&tenant.name))
         };
         let Some(index) = index else { return Ok(()) };
+        if self
+            .read()
+            .roots
+            .get(&id)
+            .is_some_and(|(known, _)| *known == index)
+        {
+            return Ok(());
+        }
         self.kernel.set_cgroup(id, Some(index))?;
         self.write().roots.insert(id, (index, path.clone()));
         self.attached(index, &path);
         // A process may have been quicker than this event.
         self.reseat_cgroup(&path)
+    }
+
+    /// Governs the tenants' cgroups at `path` and above it now, in case the news of one has not been served yet.
+    pub(super) fn govern_now(&self, path: &str) -> Result<(), EnforcerError> {
+        for above in crate::cgroup::ancestors(path) {
+            if let Some(id) = self.hierarchy.id(above)? {
+                self.cgroup_made(id)?;
+            }
+        }
+        Ok(())
     }
 
     /// A cgroup was removed. Its id never comes back.

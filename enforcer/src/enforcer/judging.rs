@@ -188,6 +188,12 @@ impl Enroll for Enrolment {
         metadata: Option<&Metadata>,
     ) -> Result<Arc<dyn Judge + Send + Sync>, String> {
         self.0.admit_process(peer, state, metadata)?;
+        // Its cgroup may be so new that the programs in the kernel do not know it yet, and it goes on when this returns.
+        self.0
+            .hierarchy
+            .of_process(state.pid)
+            .map_err(|error| format!("process {}: {error}", state.pid))
+            .and_then(|path| self.0.govern_now(&path).map_err(|error| error.to_string()))?;
         Ok(Arc::new(Delegate(Arc::downgrade(&self.0))))
     }
 
