@@ -42,7 +42,7 @@ impl Alone {
 
     fn in_folder(folder: &Path, control: &Path, key: DeviceKey) -> Result<Self, NotAlone> {
         let path = folder.join(format!("driver-{:x}-{:x}.lock", key.dev, key.inode));
-        match open(folder, &path).and_then(|file| take(file)) {
+        match open(folder, &path).and_then(take) {
             Ok(Taken::Ours(file)) => Ok(Self { _lock: Some(file) }),
             Ok(Taken::Held(holder)) => Err(NotAlone {
                 control: control.to_owned(),
