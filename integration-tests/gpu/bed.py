@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import pathlib
+import select
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,8 @@ GPU = int(os.environ.get("GPU", 0))
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(GPU))
 # Beds of this process have names of their own.
 NUMBERS = itertools.count()
+# Seconds after which a worker that does not answer is given up.
+PATIENCE = 120
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -165,16 +168,27 @@ class Worker:
     def __init__(self, process):
         self.process = process
 
-    def tell(self, line):
+    def order(self, line):
+        """Says what to do; `answer` waits for it."""
+        self.line = line
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
+
+    def answer(self):
+        # One line is on its way at a time, so none can wait in the buffer of this side.
+        if not select.select([self.process.stdout], [], [], PATIENCE)[0]:
+            raise RuntimeError(f"no answer to {self.line!r} within {PATIENCE} s")
         answer = self.process.stdout.readline().strip()
         if not answer:
-            raise RuntimeError(f"the worker ended at {line!r} with {self.process.wait()}")
+            raise RuntimeError(f"the worker ended at {self.line!r} with {self.process.wait()}")
         answer = json.loads(answer)
         if list(answer) == ["error"] and answer["error"]:
-            raise RuntimeError(f"{line}: {answer['error']}")
+            raise RuntimeError(f"{self.line}: {answer['error']}")
         return answer
+
+    def tell(self, line):
+        self.order(line)
+        return self.answer()
 
     def close(self):
         self.process.stdin.close()
@@ -207,17 +221,8 @@ def together(workers, *lines):
     """One line to all at once, or each its own; their answers."""
     lines = lines if len(lines) > 1 else lines * len(workers)
     for worker, line in zip(workers, lines):
-        worker.process.stdin.write(line + "\n")
-        worker.process.stdin.flush()
-    answers = []
-    for worker, line in zip(workers, lines):
-        answer = worker.process.stdout.readline().strip()
-        if not answer:
-            raise RuntimeError(f"a worker ended at {line!r} with {worker.process.wait()}")
-        answers.append(json.loads(answer))
-        if list(answers[-1]) == ["error"]:
-            raise RuntimeError(f"{line}: {answers[-1]['error']}")
-    return answers
+        worker.order(line)
+    return [worker.answer() for worker in workers]
 
 
 def cpu_ms(pid):

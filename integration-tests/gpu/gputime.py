@@ -61,12 +61,11 @@ def shares(test, workers, lines, seconds, wanted=None, within=1.0, within_window
 def latency(test, victim, line, neighbour=None, neighbour_line=None):
     """p50 and p99 of what the victim does, beside a neighbour or alone."""
     if neighbour:
-        neighbour.process.stdin.write(neighbour_line + "\n")
-        neighbour.process.stdin.flush()
+        neighbour.order(neighbour_line)
         time.sleep(0.7)
     times = victim.tell(line)["ms"]
     if neighbour:
-        neighbour.process.stdout.readline()
+        neighbour.answer()
     for i, value in enumerate(times):
         sample(f"{test}/ms", i, value)
     return at(times, 0.5), at(times, 0.99)
@@ -209,15 +208,14 @@ class Run:
 
     def freeze(self):
         (a,) = self.all("a")
-        a.process.stdin.write(self.spin(4) + "\n")
-        a.process.stdin.flush()
+        a.order(self.spin(4))
         time.sleep(1)
         for _ in range(20):
             self.bed.ctl("freeze", "a")
             time.sleep(0.02)
             self.bed.ctl("thaw", "a")
             time.sleep(0.02)
-        answer = json.loads(a.process.stdout.readline())
+        answer = a.answer()
         claim("frozen and thawed 20 times, the program saw no error", bool(answer["bins"]))
         state = json.loads(self.bed.ctl("dump-state").stdout).get("time", {})
         for what in ("freeze", "thaw"):

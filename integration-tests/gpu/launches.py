@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import json
 import os
 import pathlib
 import statistics
@@ -132,8 +131,7 @@ def crash(host):
     workers = start_workers(host, 4)
     pids = [int(pathlib.Path(f"/proc/{each.process.pid}/stat").read_text().split()[0]) for each in workers]
     for each in workers:
-        each.process.stdin.write("launch 8\n")
-        each.process.stdin.flush()
+        each.order("launch 8")
     time.sleep(2)
     killed = time.monotonic()
     host.kill()
@@ -146,7 +144,7 @@ def crash(host):
           f"the last one stood still {held - killed:.3f} s after it", key="crash/released", seconds=held - killed)
     host.start()
     back = time.monotonic()
-    answers = [json.loads(each.process.stdout.readline()) for each in workers]
+    answers = [each.answer() for each in workers]
     bins = collections.Counter()
     for answer in answers:
         for at, count in answer["bins"].items():

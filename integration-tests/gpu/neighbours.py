@@ -1,6 +1,5 @@
 """Bad neighbours: one that uses up memory bandwidth, one whose kernels fault. See README.md in this folder."""
 
-import json
 import time
 
 import record
@@ -11,12 +10,11 @@ from record import claim, quick
 
 def beside(victim, line, neighbour, order):
     if neighbour:
-        neighbour.process.stdin.write(order + "\n")
-        neighbour.process.stdin.flush()
+        neighbour.order(order)
         time.sleep(0.7)
     times = victim.tell(line)["ms"]
     if neighbour:
-        neighbour.process.stdout.readline()
+        neighbour.answer()
     return record.median(times)
 
 
@@ -45,11 +43,10 @@ def faults():
     bystander, culprit = time_worker(host, "a"), time_worker(host, "b")
     together([bystander, culprit], "context")
     spin = bystander.tell(f"calibrate {KERNEL_US}")["rounds"]
-    bystander.process.stdin.write(f"saturate {spin} 3\n")
-    bystander.process.stdin.flush()
+    bystander.order(f"saturate {spin} 3")
     time.sleep(1)
     error = culprit.tell("fault")["fault"]
-    answer = json.loads(bystander.process.stdout.readline())
+    answer = bystander.answer()
     after = bystander.tell(f"saturate {spin} 1")
     claim("a neighbour's illegal address is its own: the bystander's work goes on", bool(error and answer["bins"] and after["bins"]),
           f"the neighbour's error: {error}", key="fault/address")

@@ -2,7 +2,7 @@
 # Measures gpuquota on the NVIDIA GPU of this host, beside what the driver and MPS do by themselves, and writes the tables and
 # plots of docs/benchmarks.md from what it measured. README.md in this folder says more.
 #
-# usage: run.sh                    everything: about 40 minutes; QUICK=1: about 10
+# usage: run.sh                    everything: about 40 minutes; QUICK=1: about 13
 #        run.sh PART [SUBPART...]  one part, without the report: memory paths lifecycle launches time tail overhead neighbours control
 #        run.sh report             tables and plots from the raw data that is there
 #

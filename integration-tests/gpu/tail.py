@@ -14,12 +14,11 @@ WEIGHTS = '[tenant.a]\ncgroup = "@/a.slice"\ntime.weight = 95\n[tenant.b]\ncgrou
 def measure(system, load, rate, victim, neighbour, spin, length, seed):
     before = 0.7 if neighbour else 0
     if neighbour:
-        neighbour.process.stdin.write(f"saturate {spin} {length + 2 * before}\n")
-        neighbour.process.stdin.flush()
+        neighbour.order(f"saturate {spin} {length + 2 * before}")
         time.sleep(before)
     times = victim.tell(f"serve {rate * load} {length} {seed}")["ms"]
     if neighbour:
-        neighbour.process.stdout.readline()
+        neighbour.answer()
     for at, ms in enumerate(times):
         sample(f"{system}/{load}", at, ms)
     return times

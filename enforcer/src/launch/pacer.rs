@@ -13,7 +13,7 @@ use std::{
 };
 
 use aya::maps::{MapData, RingBuf};
-use gpuquota_common::launch::{Notice, Settings, notice};
+use gpuquota_common::launch::{HEARTBEAT_STALE_NS, Notice, Settings, notice};
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::eventfd::{EfdFlags, EventFd},
@@ -227,7 +227,13 @@ impl State {
         let now = monotonic_ns();
         if now >= self.next_beat_ns {
             self.word.heartbeat_ns = now;
-            self.next_beat_ns = now + HEARTBEAT_NS;
+            // With nobody to stop, less often: still twice before it is held to be dead.
+            let apart = if self.slots.is_empty() {
+                HEARTBEAT_STALE_NS / 2
+            } else {
+                HEARTBEAT_NS
+            };
+            self.next_beat_ns = now + apart;
             self.say_word();
         }
     }

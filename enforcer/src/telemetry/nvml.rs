@@ -7,7 +7,18 @@ use nvml_wrapper::{Device, Nvml, enums::device::UsedGpuMemory, error::NvmlError}
 use super::{Card, Snapshot, Source, TelemetryError};
 
 /// The library, initialised.
-pub struct NvmlSource(Nvml);
+pub struct NvmlSource {
+    nvml: Nvml,
+    /// What does not change while a card is there, by index; asked once, since every question costs the driver's lock.
+    plates: Vec<Plate>,
+}
+
+/// The lasting facts of a card.
+struct Plate {
+    uuid: String,
+    name: String,
+    minor: u32,
+}
 
 impl NvmlSource {
     /// Loads `library`, or what the loader finds under the usual name, and initialises it.
@@ -16,7 +27,10 @@ impl NvmlSource {
         Nvml::builder()
             .lib_path(name)
             .init()
-            .map(Self)
+            .map(|nvml| Self {
+                nvml,
+                plates: Vec::new(),
+            })
             .map_err(|error| TelemetryError::Nvml(format!("{}: {error}", name.to_string_lossy())))
     }
 }
@@ -29,19 +43,35 @@ impl Source for NvmlSource {
 }
 
 impl NvmlSource {
-    fn snapshot(&self) -> Result<Snapshot, NvmlError> {
-        let cards = (0..self.0.device_count()?)
-            .map(|index| card(index, &self.0.device_by_index(index)?))
+    fn snapshot(&mut self) -> Result<Snapshot, NvmlError> {
+        let count = self.nvml.device_count()?;
+        let known = u32::try_from(self.plates.len()).unwrap_or(u32::MAX);
+        if count != known {
+            self.plates = (0..count)
+                .map(|index| plate(&self.nvml.device_by_index(index)?))
+                .collect::<Result<_, _>>()?;
+        }
+        let cards = (0..count)
+            .zip(&self.plates)
+            .map(|(index, plate)| card(index, plate, &self.nvml.device_by_index(index)?))
             .collect::<Result<_, _>>()?;
         Ok(Snapshot {
-            driver_version: self.0.sys_driver_version()?,
+            driver_version: self.nvml.sys_driver_version()?,
             cards,
             at: Instant::now(),
         })
     }
 }
 
-fn card(index: u32, device: &Device<'_>) -> Result<Card, NvmlError> {
+fn plate(device: &Device<'_>) -> Result<Plate, NvmlError> {
+    Ok(Plate {
+        uuid: device.uuid()?,
+        name: device.name()?,
+        minor: device.minor_number()?,
+    })
+}
+
+fn card(index: u32, plate: &Plate, device: &Device<'_>) -> Result<Card, NvmlError> {
     let memory = device.memory_info()?;
     let processes = device
         .running_compute_processes()?
@@ -56,9 +86,9 @@ fn card(index: u32, device: &Device<'_>) -> Result<Card, NvmlError> {
         .collect();
     Ok(Card {
         index,
-        uuid: device.uuid()?,
-        name: device.name()?,
-        minor: device.minor_number()?,
+        uuid: plate.uuid.clone(),
+        name: plate.name.clone(),
+        minor: plate.minor,
         memory_total: memory.total,
         memory_used: memory.used,
         power_mw: device.power_usage().ok(),
