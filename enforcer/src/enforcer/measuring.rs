@@ -179,10 +179,11 @@ impl Enforcer {
                     ledger: ledger.get(&gpu.card.index).copied().unwrap_or(0),
                     power_mw: seen.and_then(|card| card.power_mw),
                     energy_mj: seen.and_then(|card| card.energy_mj),
-                    energy_of_none_and_others: self
-                        .time
-                        .energy_of_none_and_others(gpu.card.index)
-                        .map(|(none, others)| (none.joules, others.joules)),
+                    energy_of_none_and_others: seen.and_then(|card| card.energy_mj).map(|_| {
+                        let spent = self.time.energy_of_none_and_others(gpu.card.index);
+                        let (none, others) = spent.unwrap_or_default();
+                        (none.joules, others.joules)
+                    }),
                 }
             })
             .collect()
