@@ -1,16 +1,19 @@
 //! What the driver takes for a process by itself: what NVML shows for it, less what the ledger knows.
 //!
 //! Pure. NVML and the ledger are never read at the same moment, and a process that allocates meanwhile makes them differ.
-//! So one look says little: what every one of the last looks says at least is charged, and what every one of them says
-//! at most is what it is lowered to. A value that sways between two looks therefore stays where it is.
+//! So one look says little. What is charged is what the last looks agree on while the ledger stood still; it is lowered to
+//! the most that they say. Of a process that allocates and frees all the time only what is far more than a context, in many
+//! looks one after the other, is believed. A value that sways between two looks therefore stays where it is.
 //!
 //! The driver's own part is small and about the same for every context. What is far above it was obtained behind the
 //! ledger's back.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 /// Looks that have to agree.
 const LOOKS: usize = 3;
+/// Looks that have to say at least that much of a process whose ledger does not stand still.
+const MANY_LOOKS: usize = 10;
 /// Differences below this are not worth a change.
 const STEP: u64 = 1 << 20;
 
@@ -53,8 +56,8 @@ pub struct Charge {
 
 #[derive(Clone, Debug, Default)]
 struct Seen {
-    /// Newest last.
-    looks: Vec<u64>,
+    /// What NVML had beyond the ledger, and whether the ledger stood still; newest last.
+    looks: VecDeque<(u64, bool)>,
     /// Objects in the ledger at the last look.
     ledger: Option<u64>,
     /// What was called hidden already.
@@ -76,15 +79,18 @@ impl Contexts {
         // NVML was read between this look and the one before: it has seen one of these, or something between.
         let ledger = seen.ledger.replace(look.ledger).unwrap_or(look.ledger);
         let known = ledger.max(look.ledger);
-        if seen.looks.len() == LOOKS {
-            seen.looks.remove(0);
+        if seen.looks.len() == MANY_LOOKS {
+            seen.looks.pop_front();
         }
-        seen.looks.push(look.nvml.saturating_sub(known));
+        let beyond = look.nvml.saturating_sub(known);
+        seen.looks.push_back((beyond, ledger == look.ledger));
         if seen.looks.len() < LOOKS {
             return None;
         }
-        let least = seen.looks.iter().copied().min().unwrap_or(0);
-        let most = seen.looks.iter().copied().max().unwrap_or(0);
+        let recent = || seen.looks.iter().rev().take(LOOKS);
+        let lowest = recent().map(|(beyond, _)| *beyond).min().unwrap_or(0);
+        let most = recent().map(|(beyond, _)| *beyond).max().unwrap_or(0);
+        let agree = most - lowest < STEP && recent().all(|(_, still)| *still);
         let allowed = bound.saturating_mul(look.contexts.max(1));
         let part = |bytes: u64| {
             if look.pays {
@@ -93,21 +99,30 @@ impl Contexts {
                 bytes.saturating_sub(allowed)
             }
         };
-        if most == least && look.contexts > 0 && least <= allowed {
-            self.usual.insert(holder.gpu, least / look.contexts);
+        // What is believed to be there at least.
+        let sure = if agree {
+            lowest
+        } else {
+            let many = (seen.looks.len() == MANY_LOOKS)
+                .then(|| seen.looks.iter().map(|(beyond, _)| *beyond).min())
+                .flatten();
+            many.filter(|least| *least > allowed).unwrap_or(0)
+        };
+        if agree && look.contexts > 0 && sure <= allowed {
+            self.usual.insert(holder.gpu, sure / look.contexts);
         }
-        let wanted = if part(least) > look.charged {
-            part(least)
+        let wanted = if part(sure) > look.charged {
+            part(sure)
         } else if part(most) < look.charged {
             part(most)
         } else {
             look.charged
         };
-        let hidden = look.observed && least > allowed && least - allowed >= seen.told + STEP;
-        if least <= allowed {
+        let hidden = look.observed && sure > allowed && sure - allowed >= seen.told + STEP;
+        if agree && sure <= allowed {
             seen.told = 0;
         } else if hidden {
-            seen.told = least - allowed;
+            seen.told = sure - allowed;
         }
         let is_change = wanted.abs_diff(look.charged) >= STEP || wanted == 0 && look.charged > 0;
         (is_change || hidden).then_some(Charge {
@@ -271,6 +286,25 @@ mod tests {
                 take(&mut contexts, before, before)?;
             }
             prop_assert_eq!(charged, own);
+        }
+
+        /// NVML may be read at any moment of a process that allocates and frees without a pause.
+        #[test]
+        fn a_busy_process_is_not_charged_for_its_own_memory(
+            own in 0u64..100,
+            moments in prop::collection::vec((0u64..320, 0u64..320), 4..80),
+        ) {
+            let mut contexts = Contexts::default();
+            let mut charged = 0;
+            for (at, (nvml, ledger)) in moments.iter().enumerate() {
+                // Never the same twice in a row: it is busy.
+                let ledger = 4 * ledger + 2 * (at as u64 % 2);
+                let seen = look(4 * nvml + own, ledger, charged);
+                if let Some(charge) = contexts.look(holder(), seen, BOUND) {
+                    charged = charge.bytes / MIB;
+                }
+                prop_assert_eq!(charged, 0);
+            }
         }
 
         /// A value that sways does not make the charge sway.
