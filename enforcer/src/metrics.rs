@@ -417,20 +417,24 @@ fn tenants(out: &mut Exposition, tenants: &[TenantSample]) {
     for tenant in tenants {
         for gpu in &tenant.gpus {
             let index = gpu.gpu.to_string();
-            let kinds = [
-                ("some", &gpu.memory_pressure.some),
-                ("full", &gpu.memory_pressure.full),
-            ];
-            for (reason, averages) in kinds {
+            for (reason, seconds) in stalled(&gpu.memory_pressure) {
                 let labels = [
                     ("tenant", tenant.name.as_str()),
                     ("gpu", &index),
                     ("reason", reason),
                 ];
-                pressure.labelled(&labels, averages.total.as_secs_f64());
+                pressure.labelled(&labels, seconds);
             }
         }
     }
+}
+
+/// Seconds of pressure by their label `reason`.
+fn stalled(pressure: &Pressure) -> [(&'static str, f64); 2] {
+    [
+        ("some", pressure.some.total.as_secs_f64()),
+        ("full", pressure.full.total.as_secs_f64()),
+    ]
 }
 
 /// A family with one value for each tenant and GPU.
@@ -575,9 +579,9 @@ fn gpu_time(out: &mut Exposition, tenants: &[TenantSample]) {
         "Time in which some of the tenant's processes, or all of it, had work and could not do it.",
     );
     for (tenant, gpu, time) in controlled() {
-        for (reason, averages) in [("some", &time.pressure.some), ("full", &time.pressure.full)] {
+        for (reason, seconds) in stalled(&time.pressure) {
             let labels = [("tenant", tenant), ("gpu", &gpu), ("reason", reason)];
-            pressure.labelled(&labels, averages.total.as_secs_f64());
+            pressure.labelled(&labels, seconds);
         }
     }
 }
@@ -633,13 +637,9 @@ fn launches(out: &mut Exposition, tenants: &[TenantSample]) {
     );
     for tenant in tenants {
         if let Some(launch) = &tenant.launch {
-            let kinds = [
-                ("some", &launch.pressure.some),
-                ("full", &launch.pressure.full),
-            ];
-            for (reason, averages) in kinds {
+            for (reason, seconds) in stalled(&launch.pressure) {
                 let labels = [("tenant", tenant.name.as_str()), ("reason", reason)];
-                pressure.labelled(&labels, averages.total.as_secs_f64());
+                pressure.labelled(&labels, seconds);
             }
         }
     }

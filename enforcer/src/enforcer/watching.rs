@@ -70,6 +70,7 @@ impl Enforcer {
     fn serve_events(self: &Arc<Self>, mut ring: RingBuf<MapData>, reaper: &Reaper) {
         let fd = ring.as_raw_fd();
         let mut next_sweep = Instant::now() + self.config.enforcement.reconcile_interval;
+        let mut next_look = Instant::now();
         let mut lost = self.lost_events();
         while !self.stopping() {
             let beat = monotonic_ns();
@@ -79,7 +80,10 @@ impl Enforcer {
             {
                 error!(%error, "no heartbeat");
             }
-            self.observe_waits();
+            if Instant::now() >= next_look {
+                self.observe_waits();
+                next_look = Instant::now() + HEARTBEAT;
+            }
             // SAFETY: `ring` owns the descriptor and lives as long as this loop.
             let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
             let mut fds = [PollFd::new(borrowed.as_fd(), PollFlags::POLLIN)];
