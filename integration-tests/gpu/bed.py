@@ -28,6 +28,8 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(GPU))
 NUMBERS = itertools.count()
 # Seconds after which a worker that does not answer is given up.
 PATIENCE = 120
+# Seconds that a neighbour is at work before its victim is.
+BEFORE = 0.7
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -129,17 +131,9 @@ class Bed:
             preexec_fn=lambda: (folder / "cgroup.procs").write_text(str(os.getpid())),
         )
 
-    @staticmethod
-    def nvml_by_process():
-        return nvml_bytes()
-
     def worker(self, tenant, environment=None):
         """A PyTorch process in a tenant that answers each line of input with a line."""
-        return Worker(self.run(
-            tenant, sys.executable, pathlib.Path(__file__).with_name("torch_worker.py"),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            env={**os.environ, **(environment or {})},
-        ))
+        return worker(self, tenant, "torch_worker.py", environment)
 
     def close(self):
         atexit.unregister(self.close)
@@ -202,19 +196,33 @@ def nvml_bytes():
     return {int(pid): int(mib) * MIB for pid, mib in (line.split(",") for line in lines if line.strip())}
 
 
-def cuda_worker(bed, tenant):
-    """A worker that speaks to the driver's interface directly, in a tenant; with tenant None in none."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-    command = [sys.executable, pathlib.Path(__file__).with_name("cuda_worker.py")]
+def worker(bed, tenant, script, environment=None):
+    """A Python program of this folder that answers each line of input with a line, in a tenant; with tenant None in none."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1,
+             "env": {**os.environ, **(environment or {})}}
+    command = [sys.executable, pathlib.Path(__file__).with_name(script)]
     return Worker(subprocess.Popen(command, **pipes) if tenant is None else bed.run(tenant, *command, **pipes))
+
+
+def cuda_worker(bed, tenant):
+    """A worker that speaks to the driver's interface directly."""
+    return worker(bed, tenant, "cuda_worker.py")
 
 
 def time_worker(bed, tenant, environment=None):
-    """A PyTorch worker of time_worker.py, in a tenant; with tenant None in none."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1,
-             "env": {**os.environ, **(environment or {})}}
-    command = [sys.executable, pathlib.Path(__file__).with_name("time_worker.py")]
-    return Worker(subprocess.Popen(command, **pipes) if tenant is None else bed.run(tenant, *command, **pipes))
+    """A PyTorch worker of time_worker.py."""
+    return worker(bed, tenant, "time_worker.py", environment)
+
+
+def beside(victim, line, neighbour=None, order=None):
+    """Milliseconds of each thing that the victim does, alone or while the neighbour carries out its order."""
+    if neighbour:
+        neighbour.order(order)
+        time.sleep(BEFORE)
+    times = victim.tell(line)["ms"]
+    if neighbour:
+        neighbour.answer()
+    return times
 
 
 def together(workers, *lines):

@@ -10,7 +10,7 @@ import tempfile
 import time
 
 import record
-from bed import Bed, Worker, time_worker as start, together
+from bed import Bed, Worker, beside, nvml_bytes, time_worker as start, together
 from record import at, claim, quick, sample, skip
 
 WORKER = pathlib.Path(__file__).with_name("time_worker.py")
@@ -60,12 +60,7 @@ def shares(test, workers, lines, seconds, wanted=None, within=1.0, within_window
 
 def latency(test, victim, line, neighbour=None, neighbour_line=None):
     """p50 and p99 of what the victim does, beside a neighbour or alone."""
-    if neighbour:
-        neighbour.order(neighbour_line)
-        time.sleep(0.7)
-    times = victim.tell(line)["ms"]
-    if neighbour:
-        neighbour.answer()
+    times = beside(victim, line, neighbour, neighbour_line)
     for i, value in enumerate(times):
         sample(f"{test}/ms", i, value)
     return at(times, 0.5), at(times, 0.99)
@@ -257,7 +252,7 @@ class Run:
         while time.monotonic() < deadline and not all(used >= 1 << 30 for used in held or [0]):
             time.sleep(0.5)
             held = [bed.usage(tenant)["memory_used"] for tenant in "xy"]
-        nvml = bed.nvml_by_process()
+        nvml = nvml_bytes()
         told = [nvml.get(worker.process.pid, 0) for worker in workers]
         claim("adopted: the ledger has what NVML tells, within 2 %", all(abs(a - b) <= 0.02 * b for a, b in zip(held, told)),
               f"ledger {[used >> 20 for used in held]} MiB, NVML {[used >> 20 for used in told]} MiB", key="adopt/memory")

@@ -3,19 +3,9 @@
 import time
 
 import record
-from bed import Bed, time_worker, together
+from bed import Bed, beside, time_worker, together
 from gputime import KERNEL_US, SHORT_US, policy
-from record import claim, quick
-
-
-def beside(victim, line, neighbour, order):
-    if neighbour:
-        neighbour.order(order)
-        time.sleep(0.7)
-    times = victim.tell(line)["ms"]
-    if neighbour:
-        neighbour.answer()
-    return record.median(times)
+from record import claim, median, quick
 
 
 def hog():
@@ -27,9 +17,9 @@ def hog():
     length = quick(1.5, 10)
     for what, line in (("20 short kernels", f"burst 20 {short} {length}"), ("a graph that reads 4 GB", f"graph {length}")):
         victim.tell(line)
-        alone = beside(victim, line, None, None)
-        arithmetic = beside(victim, line, neighbour, f"saturate {spin} {length + 1.5}")
-        copies = beside(victim, line, neighbour, f"copy {length + 1.5}")
+        alone = median(beside(victim, line))
+        arithmetic = median(beside(victim, line, neighbour, f"saturate {spin} {length + 1.5}"))
+        copies = median(beside(victim, line, neighbour, f"copy {length + 1.5}"))
         claim(f"{what} beside a neighbour of equal weight", None,
               f"p50 {alone:.2f} ms alone, {arithmetic:.2f} beside arithmetic, {copies:.2f} beside copies: copies cost "
               f"{copies / arithmetic:.2f} times what arithmetic does", key=f"hog/{what}", ratio=copies / arithmetic)

@@ -3,7 +3,7 @@
 import time
 
 import record
-from bed import Bed, time_worker, together
+from bed import BEFORE, Bed, beside, time_worker, together
 from gputime import EXCLUSIVE, KERNEL_US, Mps, policy
 from record import claim, quick, sample
 
@@ -12,13 +12,7 @@ WEIGHTS = '[tenant.a]\ncgroup = "@/a.slice"\ntime.weight = 95\n[tenant.b]\ncgrou
 
 
 def measure(system, load, rate, victim, neighbour, spin, length, seed):
-    before = 0.7 if neighbour else 0
-    if neighbour:
-        neighbour.order(f"saturate {spin} {length + 2 * before}")
-        time.sleep(before)
-    times = victim.tell(f"serve {rate * load} {length} {seed}")["ms"]
-    if neighbour:
-        neighbour.answer()
+    times = beside(victim, f"serve {rate * load} {length} {seed}", neighbour, f"saturate {spin} {length + 2 * BEFORE}")
     for at, ms in enumerate(times):
         sample(f"{system}/{load}", at, ms)
     return times

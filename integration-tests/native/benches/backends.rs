@@ -3,34 +3,13 @@
 //!
 //! Rounds of all of them in turn, so that what else the host does meets all alike; the median over the rounds of the lower decile in each.
 
-use std::{collections::BTreeMap, fs, process::Command};
+use std::{collections::BTreeMap, fs};
 
 use gpuquota_enforcer::control::BackendState;
-use gpuquota_native_tests::{Actor, Bed, binary};
+use gpuquota_native_tests::{Actor, Bed};
 
 const POLICY: &str = "[tenant.a]\ncgroup = \"@/a.slice\"\nmemory.max = \"3GiB\"\n";
 const ROUNDS: usize = 5;
-
-/// A workload of the tenant: with the supervisor above it for the backend that needs one, alone for the others.
-fn governed(bed: &Bed, backend: &str) -> Actor {
-    let mut command = if backend == "notify" {
-        bed.run_command("a")
-    } else {
-        let folder = bed
-            .hierarchy()
-            .folder(&bed.cgroup("/a.slice"))
-            .expect("a folder");
-        let mut command: Command = bed.command("/bin/sh");
-        command
-            .args(["-c", "echo $$ >\"$0/cgroup.procs\" && exec \"$@\""])
-            .arg(folder);
-        command
-    };
-    command
-        .arg(binary("simtenant"))
-        .args(["--raw", "interactive"]);
-    Actor::start(command)
-}
 
 /// A workload that no program of ours sees, or that is in no tenant while they are attached.
 fn ungoverned(bed: &Bed) -> Actor {
@@ -83,7 +62,10 @@ fn main() {
     for _ in 0..ROUNDS {
         for backend in &offered {
             force(&mut bed, backend);
-            note(backend, measure(&mut governed(&bed, backend)));
+            note(
+                backend,
+                measure(&mut bed.workload_under(backend, &["--raw", "interactive"])),
+            );
         }
         note("in no tenant", measure(&mut ungoverned(&bed)));
         bed.signal_daemon(libc::SIGTERM);

@@ -192,6 +192,25 @@ impl Bed {
         self.sim.command(self.binaries.join(binary))
     }
 
+    /// `simtenant` in tenant `a`, by itself or, for the backend that needs one, with the supervisor above it.
+    pub fn workload_under(&self, backend: &str, arguments: &[&str]) -> Actor {
+        let mut command = if backend == "notify" {
+            self.run_command("a")
+        } else {
+            let folder = self
+                .hierarchy
+                .folder(&self.cgroup("/a.slice"))
+                .expect("a folder");
+            let mut command = self.command("/bin/sh");
+            command
+                .args(["-c", "echo $$ >\"$0/cgroup.procs\" && exec \"$@\""])
+                .arg(folder);
+            command
+        };
+        command.arg(binary("simtenant")).args(arguments);
+        Actor::start(command)
+    }
+
     fn daemon_command(&self) -> Command {
         let mut command = self.command("gpuquotad");
         let log = fs::OpenOptions::new()

@@ -14,7 +14,7 @@ use std::{
 };
 
 use gpuquota_enforcer::control::{Backend, BackendState, QuotaChange};
-use gpuquota_native_tests::{Actor, Bed, PATIENCE, binary};
+use gpuquota_native_tests::{Actor, Bed, PATIENCE};
 
 const GIB: u64 = 1 << 30;
 const POLICY: &str = "[tenant.a]\ncgroup = \"@/a.slice\"\nmemory.max = \"3GiB\"\n";
@@ -95,21 +95,7 @@ fn workload(bed: &Bed, backend: &str, libcuda: bool) -> Actor {
     if !libcuda {
         arguments.insert(0, "--raw");
     }
-    let mut command = if backend == "notify" {
-        bed.run_command("a")
-    } else {
-        let folder = bed
-            .hierarchy()
-            .folder(&bed.cgroup("/a.slice"))
-            .expect("a folder");
-        let mut command: Command = bed.command("/bin/sh");
-        command
-            .args(["-c", "echo $$ >\"$0/cgroup.procs\" && exec \"$@\""])
-            .arg(folder);
-        command
-    };
-    command.arg(binary("simtenant")).args(arguments);
-    Actor::start(command)
+    bed.workload_under(backend, &arguments)
 }
 
 /// The signal that ended a workload; `gpuquotactl run` tells it as a shell does.
