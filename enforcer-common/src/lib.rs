@@ -16,6 +16,7 @@
 
 pub mod claim;
 pub mod event;
+pub mod fault;
 pub mod launch;
 pub mod map;
 pub mod nvidia;

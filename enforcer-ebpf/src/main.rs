@@ -44,6 +44,7 @@ mod launch_maps;
 mod launch_op;
 mod launch_signal;
 mod ledger_op;
+mod nvidia_xid;
 mod process_exec;
 mod process_exit;
 mod process_fork;

@@ -482,6 +482,20 @@ fn notice(message: &Message) -> Result<Option<Notice>, ClientError> {
                 budget,
             }
         }
+        Some("Xid") => {
+            let (tenant, gpu, xid, pid, certainty, source, action, message) =
+                body.deserialize().map_err(protocol)?;
+            Notice::Xid {
+                tenant,
+                gpu,
+                xid,
+                pid,
+                certainty,
+                source,
+                action,
+                message,
+            }
+        }
         Some("PolicyLoaded") => {
             let (generation, tenants, warnings) = body.deserialize().map_err(protocol)?;
             Notice::PolicyLoaded(PolicyLoaded {

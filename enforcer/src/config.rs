@@ -47,6 +47,8 @@ pub struct Config {
     pub launch: LaunchSettings,
     /// The `[time]` table.
     pub time: TimeSettings,
+    /// The `[faults]` table.
+    pub faults: FaultSettings,
 }
 
 /// The `[policy]` table: directories of `*.toml` policy files, each optional on disk.
@@ -119,6 +121,15 @@ pub struct TimeSettings {
     pub period: Duration,
 }
 
+/// The `[faults]` table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FaultSettings {
+    /// Where GPU faults are heard of.
+    pub source: FaultSource,
+    /// The kernel's log, for `source = "kernel-log"`.
+    pub kernel_log: PathBuf,
+}
+
 impl Default for Config {
     fn default() -> Self {
         let runtime_directory = PathBuf::from("/run/gpuquota");
@@ -160,6 +171,10 @@ impl Default for Config {
             time: TimeSettings {
                 round: Duration::from_millis(10),
                 period: Duration::from_millis(100),
+            },
+            faults: FaultSettings {
+                source: FaultSource::Auto,
+                kernel_log: "/dev/kmsg".into(),
             },
         }
     }
@@ -266,6 +281,22 @@ pub enum DaemonLoss {
     Keep,
     /// No limits.
     Open,
+}
+
+/// Where GPU faults are heard of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FaultSource {
+    /// The first of the others that this host offers.
+    Auto,
+    /// The driver's tracepoint.
+    Tracepoint,
+    /// The kernel's log.
+    KernelLog,
+    /// NVML's events, which name no process.
+    Nvml,
+    /// Nowhere.
+    Off,
 }
 
 /// The text of one settings file.
@@ -502,6 +533,7 @@ struct File {
     enforcement: EnforcementTable,
     launch: LaunchTable,
     time: TimeTable,
+    faults: FaultTable,
 }
 
 #[derive(Default, Deserialize)]
@@ -555,6 +587,13 @@ struct TimeTable {
     period: Option<Spanned<Interval>>,
 }
 
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct FaultTable {
+    source: Option<FaultSource>,
+    kernel_log: Option<AbsolutePath>,
+}
+
 impl File {
     fn apply(self, config: &mut Config, source: &Source, problems: &mut Vec<Problem>) {
         set(&mut config.bus, self.bus);
@@ -575,6 +614,8 @@ impl File {
                 .map(|versions| driver_versions(versions, source, problems)),
         );
 
+        set(&mut config.faults.source, self.faults.source);
+        set(&mut config.faults.kernel_log, self.faults.kernel_log);
         set(&mut config.enforcement.memory, self.enforcement.memory);
         set(
             &mut config.enforcement.ungoverned,
@@ -940,6 +981,9 @@ mod tests {
             [time]
             round = "20ms"
             period = "1s"
+            [faults]
+            source = "kernel-log"
+            kernel-log = "/k"
         "#])
         .expect("valid");
         let expected = Config {
@@ -977,6 +1021,10 @@ mod tests {
             time: TimeSettings {
                 round: Duration::from_millis(20),
                 period: Duration::from_secs(1),
+            },
+            faults: FaultSettings {
+                source: FaultSource::KernelLog,
+                kernel_log: "/k".into(),
             },
         };
         assert_eq!(config, expected);

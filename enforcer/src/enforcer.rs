@@ -8,6 +8,7 @@ mod adopting;
 mod answers;
 mod closing;
 mod contexts;
+mod faulting;
 mod governing;
 mod judging;
 mod launching;
@@ -173,6 +174,7 @@ pub struct Enforcer {
     loads: measuring::Loads,
     served: measuring::Served,
     waits: Mutex<waits::Waits>,
+    faults: Mutex<faulting::Faults>,
     _alone: Alone,
     stopping: AtomicBool,
 }
@@ -260,6 +262,7 @@ impl Enforcer {
             loads: measuring::Loads::default(),
             served: measuring::Served::default(),
             waits: Mutex::default(),
+            faults: Mutex::default(),
             _alone: alone,
             stopping: AtomicBool::new(false),
         });

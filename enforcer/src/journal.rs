@@ -24,6 +24,8 @@ pub const THROTTLED: &str = "93ac5e1f7d204c8ba5f0d6e8b1c39724";
 pub const LAUNCH_DENIED: &str = "d5809b6e3f1a4d27b8c4e7a09f6d2b35";
 /// A launch storm.
 pub const STORM: &str = "4fe1c2b8a97d4360bd5e8f7c6a1b0d46";
+/// The driver reported an error on a GPU.
+pub const XID: &str = "b72f90c3d8154ea6a1c47d0e5f6b2398";
 /// A policy came into force.
 pub const POLICY_LOADED: &str = "a8c6d4e2f0b1495783d2c1b0a9f8e757";
 /// A policy did not load, and the one before stays in force.
@@ -32,13 +34,14 @@ pub const POLICY_FAILED: &str = "7d0e2c4b6a894f1e93b5d7f9c1a3e568";
 pub const CGROUP: &str = "1e9b8d7c6f5a4e3d92c1b0af9e8d7c79";
 
 /// Every id, with the word that names it in the documentation.
-pub const MESSAGES: [(&str, &str); 9] = [
+pub const MESSAGES: [(&str, &str); 10] = [
     ("denied", DENIED),
     ("breached", BREACHED),
     ("high", HIGH),
     ("throttled", THROTTLED),
     ("launch-denied", LAUNCH_DENIED),
     ("storm", STORM),
+    ("xid", XID),
     ("policy-loaded", POLICY_LOADED),
     ("policy-failed", POLICY_FAILED),
     ("cgroup", CGROUP),
@@ -214,6 +217,32 @@ fn write(notice: &Notice, throttle: &mut Throttle, now: Instant) {
                     budget,
                     kept_back,
                     "a launch storm"
+                );
+            }
+        }
+        Notice::Xid {
+            tenant,
+            gpu,
+            xid,
+            pid,
+            certainty,
+            source,
+            action,
+            message,
+        } => {
+            if let Some(kept_back) = throttle.pass(XID, tenant, now) {
+                warn!(
+                    message_id = XID,
+                    tenant,
+                    gpu,
+                    xid,
+                    object_pid = pid,
+                    certainty,
+                    source,
+                    action,
+                    detail = message,
+                    kept_back,
+                    "a GPU fault"
                 );
             }
         }

@@ -12,6 +12,7 @@ pub mod doctor;
 pub mod driver;
 pub mod ending;
 pub mod enforcer;
+pub mod faults;
 pub mod high;
 pub mod journal;
 pub mod kernel;

@@ -5,14 +5,21 @@
 //! bounded by the policy and the host: tenants, GPUs, classes, and the fixed words of `reason` and `map`.
 //! `docs/metrics.md` describes every family.
 
+mod faults;
 pub mod own;
 pub mod server;
 mod text;
 
-use std::time::{Duration, SystemTime};
+use std::{
+    collections::BTreeMap,
+    time::{Duration, SystemTime},
+};
 
 use self::text::{Exposition, Kind};
-use crate::control::{Pressure, TenantTime, launch::TenantLaunch};
+use crate::{
+    control::{Pressure, TenantTime, launch::TenantLaunch},
+    faults::tally::Counts,
+};
 
 /// Everything that one scrape shows.
 #[derive(Clone, Debug, Default)]
@@ -85,6 +92,8 @@ pub struct GpuSample {
     pub power_mw: Option<u32>,
     /// What the board has used since the driver was loaded, millijoules.
     pub energy_mj: Option<u64>,
+    /// Faults by code since the daemon runs; code 0 for those beyond the codes that are told apart.
+    pub xids: BTreeMap<u32, u64>,
     /// Joules of the board that nobody used, and those of processes in no tenant, since tenants use the GPU.
     pub energy_of_none_and_others: Option<(f64, f64)>,
 }
@@ -143,6 +152,8 @@ pub struct TenantGpuSample {
     pub memory_pressure: Pressure,
     /// GPU time; absent while it is not controlled.
     pub time: Option<TenantTime>,
+    /// GPU faults.
+    pub faults: Counts,
 }
 
 /// How full a map is.
@@ -165,6 +176,7 @@ pub fn render(snapshot: &Snapshot) -> String {
     tenants(&mut out, &snapshot.tenants);
     more_memory(&mut out, &snapshot.tenants);
     gpu_time(&mut out, &snapshot.tenants);
+    faults::render(&mut out, &snapshot.gpus, &snapshot.tenants);
     launches(&mut out, &snapshot.tenants);
     kernel_side(&mut out, snapshot);
     out.finish()
@@ -755,6 +767,7 @@ mod tests {
                     ledger: 3 << 30,
                     power_mw: Some(71_500),
                     energy_mj: Some(3_000_500),
+                    xids: BTreeMap::from([(31, 2), (0, 1)]),
                     energy_of_none_and_others: Some((70.0, 0.5)),
                 },
                 GpuSample {

@@ -9,9 +9,10 @@ use crate::limits::{Key, Limits};
 use crate::policy::{Class, Policy, Tenant};
 use crate::source::{Origin, Spanned};
 use crate::values::{
-    GraphCost, Limit, Managed, OnBreach, OnHigh, OnLaunchMax, OnMemoryMax, Pace, Percent, Rate,
-    Size,
+    GraphCost, Limit, Managed, OnBreach, OnHigh, OnLaunchMax, OnMemoryMax, OnXid, Pace, Percent,
+    Rate, Size,
 };
+use crate::xids::Xids;
 
 /// Everything that holds for one tenant on one GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,6 +29,8 @@ pub struct Budget {
     pub launch: LaunchBudget,
     /// GPU time.
     pub time: TimeBudget,
+    /// GPU faults.
+    pub fault: FaultBudget,
 }
 
 /// Memory of one tenant on one GPU, in bytes. None is no limit.
@@ -83,6 +86,15 @@ pub struct TimeBudget {
     pub starve_max: Duration,
     /// Latency under which best-effort tenants are squeezed, None for no target.
     pub latency_target: Option<Duration>,
+}
+
+/// What follows GPU faults of one tenant on one GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FaultBudget {
+    /// What happens to who caused one.
+    pub on_xid: OnXid,
+    /// The Xids that it answers.
+    pub xids: Xids,
 }
 
 /// What gave a value its effect, weakest first.
@@ -262,6 +274,10 @@ impl Policy {
                 max: layers.value(|limits| &limits.time_max).get(),
                 starve_max: layers.value(|limits| &limits.time_starve_max),
                 latency_target: layers.value(|limits| &limits.time_latency_target).get(),
+            },
+            fault: FaultBudget {
+                on_xid: layers.value(|limits| &limits.fault_on_xid),
+                xids: layers.value(|limits| &limits.fault_xids),
             },
         })
     }

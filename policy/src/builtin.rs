@@ -8,8 +8,10 @@ use crate::limits::Limits;
 use crate::policy::Class;
 use crate::source::{Origin, Spanned};
 use crate::values::{
-    GraphCost, Limit, Managed, OnBreach, OnHigh, OnLaunchMax, OnMemoryMax, Pace, Size, Weight,
+    GraphCost, Limit, Managed, OnBreach, OnHigh, OnLaunchMax, OnMemoryMax, OnXid, Pace, Size,
+    Weight,
 };
+use crate::xids::Xids;
 
 /// The classes that exist without being defined. A `[class.NAME]` of the same name changes what it says and keeps the rest.
 pub const BUILTIN_CLASSES: [&str; 3] = ["best-effort", "burstable", "guaranteed"];
@@ -25,6 +27,11 @@ pub(crate) const BURST_NANOS: u64 = 10_000_000;
 
 /// The smallest default burst: programs launch in short series even at low rates.
 pub(crate) const LEAST_BURST: u32 = 16;
+
+/// Xids that what an application does causes: exceptions of the graphics engine (13, 69), an access to an unmapped address
+/// (31), a broken push buffer (32), a channel that was stopped for an error of its own (43), a context switch that did not
+/// end (109). From NVIDIA's catalogue of Xid errors.
+const APPLICATION_XIDS: [u32; 6] = [13, 31, 32, 43, 69, 109];
 
 #[expect(clippy::unnecessary_wraps, reason = "the fields of Limits are options")]
 fn builtin<T>(value: T) -> Option<Spanned<T>> {
@@ -57,6 +64,8 @@ static DEFAULTS: LazyLock<Limits> = LazyLock::new(|| Limits {
     time_max: builtin(Limit::Max),
     time_starve_max: builtin(Duration::from_secs(1)),
     time_latency_target: builtin(Limit::Max),
+    fault_on_xid: builtin(OnXid::Notify),
+    fault_xids: builtin(Xids::of(APPLICATION_XIDS)),
 });
 
 static CLASSES: LazyLock<BTreeMap<&'static str, Class>> = LazyLock::new(|| {

@@ -41,8 +41,11 @@ mod source;
 mod suggest;
 mod validate;
 mod values;
+mod xids;
 
-pub use budget::{Budget, ExplainedValue, LaunchBudget, Level, MemoryBudget, TimeBudget};
+pub use budget::{
+    Budget, ExplainedValue, FaultBudget, LaunchBudget, Level, MemoryBudget, TimeBudget,
+};
 pub use builtin::{BUILTIN_CLASSES, DEFAULT_CLASS};
 pub use cgroup::{CgroupPattern, CgroupPatternError};
 pub use diagnostic::{Diagnostic, Diagnostics, Related, Severity};
@@ -54,6 +57,7 @@ pub use policy::{Class, Policy, Tenant};
 pub use source::{Layer, Origin, Source, Spanned, merge_order};
 pub use validate::{CONTEXT_BYTES, MEMORY_CHUNK};
 pub use values::{
-    GraphCost, Limit, Managed, OnBreach, OnHigh, OnLaunchMax, OnMemoryMax, Pace, Percent, Rate,
-    RateUnit, Signal, Size, ValueError, Weight, format_duration, parse_duration,
+    GraphCost, Limit, Managed, OnBreach, OnHigh, OnLaunchMax, OnMemoryMax, OnXid, Pace, Percent,
+    Rate, RateUnit, Signal, Size, ValueError, Weight, format_duration, parse_duration,
 };
+pub use xids::Xids;

@@ -7,9 +7,10 @@ use crate::raw::{Mistake, Raw};
 use crate::source::{Origin, Spanned};
 use crate::validate::{CONTEXT_BYTES, MEMORY_CHUNK};
 use crate::values::{
-    GraphCost, Limit, Managed, OnBreach, OnHigh, OnLaunchMax, OnMemoryMax, Pace, Percent, Rate,
-    Setting, Size, Weight,
+    GraphCost, Limit, Managed, OnBreach, OnHigh, OnLaunchMax, OnMemoryMax, OnXid, Pace, Percent,
+    Rate, Setting, Size, Weight,
 };
+use crate::xids::Xids;
 
 macro_rules! limits {
     ($($(#[doc = $doc:literal])+ $field:ident $variant:ident $name:literal : $ty:ty;)+) => {
@@ -115,11 +116,15 @@ limits! {
     time_starve_max TimeStarveMax "time.starve-max": Duration;
     /// Latency under which best-effort tenants are squeezed.
     time_latency_target TimeLatencyTarget "time.latency-target": Limit<Duration>;
+    /// What happens to who caused one of fault.xids on a GPU, besides event and metric.
+    fault_on_xid FaultOnXid "fault.on-xid": OnXid;
+    /// The driver's error codes (Xids) that fault.on-xid answers.
+    fault_xids FaultXids "fault.xids": Xids;
 }
 
 impl Key {
     /// The tables that the keys stand in.
-    pub(crate) const GROUPS: [&str; 3] = ["memory", "launch", "time"];
+    pub(crate) const GROUPS: [&str; 4] = ["memory", "launch", "time", "fault"];
 
     /// The key of this name.
     pub fn from_name(name: &str) -> Option<Self> {

@@ -1,6 +1,6 @@
 //! A value as it was written, before its key says what it should be.
 
-use toml::de::DeValue;
+use toml::de::{DeInteger, DeValue};
 
 use crate::diagnostic::quote;
 
@@ -12,6 +12,8 @@ pub(crate) enum Raw<'a> {
     Integer(Option<i64>),
     Float(&'a str),
     Boolean(bool),
+    /// A list of nothing but integers; each as in `Integer`.
+    Integers(Vec<Option<i64>>),
     /// What it is instead, with its article.
     Other(&'static str),
 }
@@ -43,14 +45,18 @@ impl<'a> Raw<'a> {
     pub(crate) fn of(value: &'a DeValue<'_>) -> Self {
         match value {
             DeValue::String(text) => Self::Text(text),
-            DeValue::Integer(integer) => {
-                let digits: String = integer.as_str().chars().filter(|c| *c != '_').collect();
-                Self::Integer(i64::from_str_radix(&digits, integer.radix()).ok())
-            }
+            DeValue::Integer(integer) => Self::Integer(number(integer)),
             DeValue::Float(float) => Self::Float(float.as_str()),
             DeValue::Boolean(boolean) => Self::Boolean(*boolean),
             DeValue::Datetime(_) => Self::Other("a date"),
-            DeValue::Array(_) => Self::Other("an array"),
+            DeValue::Array(array) => array
+                .iter()
+                .map(|item| match item.get_ref() {
+                    DeValue::Integer(integer) => Some(number(integer)),
+                    _ => None,
+                })
+                .collect::<Option<Vec<_>>>()
+                .map_or(Self::Other("an array"), Self::Integers),
             DeValue::Table(_) => Self::Other("a table"),
         }
     }
@@ -81,6 +87,7 @@ impl<'a> Raw<'a> {
             Self::Integer(_) => "an integer",
             Self::Float(_) => "a float",
             Self::Boolean(_) => "a boolean",
+            Self::Integers(_) => "an array",
             Self::Other(what) => what,
         }
     }
@@ -93,9 +100,14 @@ impl<'a> Raw<'a> {
             Self::Integer(None) => Some("…".to_owned()),
             Self::Float(text) => Some(text.chars().take(40).collect()),
             Self::Boolean(boolean) => Some(boolean.to_string()),
-            Self::Other(_) => None,
+            Self::Integers(_) | Self::Other(_) => None,
         }
     }
+}
+
+fn number(integer: &DeInteger<'_>) -> Option<i64> {
+    let digits: String = integer.as_str().chars().filter(|c| *c != '_').collect();
+    i64::from_str_radix(&digits, integer.radix()).ok()
 }
 
 /// `key = value: what`.

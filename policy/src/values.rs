@@ -167,7 +167,7 @@ impl Setting for Size {
                     ),
                 ));
             }
-            Raw::Boolean(_) | Raw::Other(_) => {
+            Raw::Boolean(_) | Raw::Integers(_) | Raw::Other(_) => {
                 return Err(Mistake::wrong_type(raw, Self::allowed()));
             }
         };
@@ -866,6 +866,18 @@ words! {
         Kill = "kill",
         /// An event and a metric say so.
         Notify = "notify",
+    }
+}
+
+words! {
+    /// What happens to who caused a GPU fault.
+    OnXid {
+        /// An event and a metric say so.
+        Notify = "notify",
+        /// The tenant is frozen on that GPU until it is thawed.
+        Freeze = "freeze",
+        /// The process is killed.
+        Kill = "kill",
     }
 }
 

@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use gpuquota_policy::{
-    Diagnostic, GpuSelector, Host, HostGpu, Key, Layer, Level, Limit, Policy, Severity, Size,
-    Source,
+    Diagnostic, GpuSelector, Host, HostGpu, Key, Layer, Level, Limit, OnXid, Policy, Severity,
+    Size, Source, Xids,
 };
 
 fn source(path: &str, text: &str) -> Source {
@@ -153,6 +153,9 @@ weight = 5
 max = "12.5%"
 starve-max = "250ms"
 latency-target = "10ms"
+[tenant.a.fault]
+on-xid = "freeze"
+xids = [13, 0x1f]
 "#,
     );
     let tenant = &policy.tenants["a"];
@@ -163,6 +166,8 @@ latency-target = "10ms"
     assert_eq!(budget.memory.host, Some(3_000_000_000));
     assert!(!budget.memory.context);
     assert_eq!(budget.time.latency_target, Some(Duration::from_millis(10)));
+    assert_eq!(budget.fault.on_xid, OnXid::Freeze);
+    assert_eq!(budget.fault.xids, Xids::of([13, 31]));
     // The tenant's own value beats its class's for one GPU.
     assert_eq!(
         budget.time.max.map(gpuquota_policy::Percent::basis_points),

@@ -179,6 +179,8 @@ fn value(key: Key) -> BoxedStrategy<String> {
         Key::MemoryManaged => text(&["\"charge\"", "\"deny\"", "\"ignore\""]),
         Key::MemoryContext => text(&["true", "false"]),
         Key::MemoryOnBreach => text(&["\"kill\"", "\"notify\""]),
+        Key::FaultOnXid => text(&["\"notify\"", "\"freeze\"", "\"kill\""]),
+        Key::FaultXids => text(&["[]", "[31]", "[13, 31, 79]"]),
         Key::LaunchMax => (
             1u32..1_000_000,
             select(&["", "k"][..]),

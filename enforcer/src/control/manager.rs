@@ -129,6 +129,21 @@ async fn emit(connection: &Connection, notice: Notice) -> zbus::Result<()> {
             wanted,
             budget,
         } => Manager::storm(emitter, &tenant, pid, &symbol, wanted, budget).await,
+        Notice::Xid {
+            tenant,
+            gpu,
+            xid,
+            pid,
+            certainty,
+            source,
+            action,
+            message,
+        } => {
+            Manager::xid(
+                emitter, &tenant, gpu, xid, pid, &certainty, &source, &action, &message,
+            )
+            .await
+        }
         Notice::PolicyLoaded(loaded) => {
             let manager = interface.get().await;
             manager.policy_generation_changed(emitter).await?;
@@ -589,6 +604,20 @@ impl Manager {
         symbol: &str,
         wanted: u64,
         budget: u64,
+    ) -> zbus::Result<()>;
+
+    /// [`Notice::Xid`].
+    #[zbus(signal)]
+    async fn xid(
+        emitter: &SignalEmitter<'_>,
+        tenant: &str,
+        gpu: u32,
+        xid: u32,
+        pid: u32,
+        certainty: &str,
+        source: &str,
+        action: &str,
+        message: &str,
     ) -> zbus::Result<()>;
 
     /// [`Notice::PolicyLoaded`].

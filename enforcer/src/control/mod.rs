@@ -304,6 +304,25 @@ pub enum Notice {
         /// Launches a second that it may have.
         budget: u64,
     },
+    /// The driver reported an error on a GPU. Where only the GPU is known, every tenant on it gets one of these.
+    Xid {
+        /// Tenant; empty for processes in no tenant, or if nobody uses the GPU.
+        tenant: String,
+        /// GPU index.
+        gpu: u32,
+        /// The driver's error code; 0 where NVML has none for it.
+        xid: u32,
+        /// Process that the driver names, 0 for none.
+        pid: u32,
+        /// `process`: the driver named it. `gpu`: the tenant is one of those on the GPU, and nothing more is known.
+        certainty: String,
+        /// `tracepoint`, `kernel-log` or `nvml`.
+        source: String,
+        /// What follows by the policy: `notify`, `freeze` or `kill`.
+        action: String,
+        /// The driver's words, where the source has them. They hold names that tenants choose.
+        message: String,
+    },
     /// A policy came into force.
     PolicyLoaded(PolicyLoaded),
     /// A tenant's cgroup appeared.

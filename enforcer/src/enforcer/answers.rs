@@ -116,7 +116,7 @@ impl Control for Enforcer {
 
     fn thaw(&self, tenant: &str, gpu: Option<&str>) -> Result<Held, ControlError> {
         // Whatever froze it for good, an admin's word undoes it.
-        self.hold(tenant, gpu, Reason::MemoryHigh, false)?;
+        self.hold(tenant, gpu, Reason::Fault, false)?;
         // Whoever crossed memory.high may go on by command as well.
         self.hold(tenant, gpu, Reason::MemoryHigh, false)?;
         self.hold(tenant, gpu, Reason::Command, false)
@@ -327,6 +327,7 @@ impl Enforcer {
         }
         findings.extend(self.topology.gpus.iter().map(doctor::gpu));
         findings.extend(self.time_findings());
+        findings.extend(self.fault_findings());
         findings.push(match &self.unpinned {
             None => doctor::finding(
                 "pins",

@@ -179,6 +179,7 @@ impl Enforcer {
                     ledger: ledger.get(&gpu.card.index).copied().unwrap_or(0),
                     power_mw: seen.and_then(|card| card.power_mw),
                     energy_mj: seen.and_then(|card| card.energy_mj),
+                    xids: self.faults().tally.of_gpu(gpu.card.index),
                     energy_of_none_and_others: seen.and_then(|card| card.energy_mj).map(|_| {
                         let spent = self.time.energy_of_none_and_others(gpu.card.index);
                         let (none, others) = spent.unwrap_or_default();
@@ -227,6 +228,7 @@ impl Enforcer {
                             processes: holders.get(&(index, gpu.index)).map_or(0, size),
                             memory_pressure: self.memory_pressure(index, gpu.index).into(),
                             time: self.time.status(index, gpu.index),
+                            faults: self.faults().tally.of(index, gpu.index),
                         })
                     })
                     .collect();
@@ -318,6 +320,7 @@ mod tests {
             uuid: String::new(),
             name: String::new(),
             minor: 0,
+            pci: None,
             memory_total: 0,
             memory_used: 0,
             power_mw: None,

@@ -50,6 +50,7 @@ impl Enforcer {
         if self.known_driver {
             self.start_adopting()?;
         }
+        self.start_faults()?;
         // What happened while no daemon was there.
         self.sweep();
         for (tgid, _) in self.kernel.processes() {

@@ -13,6 +13,7 @@ mod pins;
 mod tracefs;
 mod ungoverned;
 mod uprobe_multi;
+mod xid;
 
 use std::{
     collections::BTreeMap,
@@ -51,7 +52,8 @@ pub use launch::{LaunchMaps, LaunchPrograms};
 pub use leftovers::Leftovers;
 pub use offsets::OffsetError;
 pub use pins::PinDir;
-pub use tracefs::TracefsError;
+pub use tracefs::{TracefsError, xid_tracepoint};
+pub use xid::XidTracepoint;
 
 /// The programs, embedded.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/gpuquota-ebpf"));

@@ -8,6 +8,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use gpuquota_common::fault::XidPlaces;
+
+use super::xid::XidTracepoint;
+
 /// Fields the programs rely on: group, event, field, offset in bytes.
 const RECORDS: &[(&str, &str, &str, u32)] = &[
     ("syscalls", "sys_enter_ioctl", "fd", 16),
@@ -37,6 +41,22 @@ pub enum TracefsError {
         /// Why it cannot be read.
         source: std::io::Error,
     },
+    /// The driver's tracepoint of GPU faults is missing.
+    #[error("{path}: {source}; the loaded driver has no such tracepoint, or none is loaded")]
+    NoXid {
+        /// Where it was looked for.
+        path: PathBuf,
+        /// Why it cannot be read.
+        source: std::io::Error,
+    },
+    /// A tracepoint lacks a field.
+    #[error("{path}: there is no field {field}")]
+    NoField {
+        /// Format file.
+        path: PathBuf,
+        /// The field.
+        field: &'static str,
+    },
     /// A field is not where the programs read it.
     #[error("{path}: field {field} is at {found:?}, the programs read it at {expected}")]
     Moved {
@@ -51,13 +71,49 @@ pub enum TracefsError {
     },
 }
 
-/// Checks every record.
-pub(super) fn check_records() -> Result<(), TracefsError> {
-    let root = MOUNTS
+/// Where tracefs is mounted.
+fn root() -> Result<&'static Path, TracefsError> {
+    MOUNTS
         .iter()
         .map(Path::new)
         .find(|mount| mount.join("events").is_dir())
-        .ok_or(TracefsError::NotMounted)?;
+        .ok_or(TracefsError::NotMounted)
+}
+
+/// The driver's tracepoint of GPU faults, with its fields where this driver has them.
+pub fn xid_tracepoint() -> Result<XidTracepoint, TracefsError> {
+    const GROUP: &str = "nvidia";
+    const EVENT: &str = "nvidia_dev_xid";
+    let path = root()?
+        .join("events")
+        .join(GROUP)
+        .join(EVENT)
+        .join("format");
+    let format = fs::read_to_string(&path).map_err(|source| TracefsError::NoXid {
+        path: path.clone(),
+        source,
+    })?;
+    let place = |field| {
+        field_offset(&format, field).ok_or_else(|| TracefsError::NoField {
+            path: path.clone(),
+            field,
+        })
+    };
+    Ok(XidTracepoint {
+        group: GROUP,
+        event: EVENT,
+        places: XidPlaces {
+            device: place("dev")?,
+            code: place("error_code")?,
+            message: place("msg")?,
+            reserved: 0,
+        },
+    })
+}
+
+/// Checks every record.
+pub(super) fn check_records() -> Result<(), TracefsError> {
+    let root = root()?;
     for &(group, event, field, expected) in RECORDS {
         let path = root.join("events").join(group).join(event).join("format");
         let format = match fs::read_to_string(&path) {
@@ -96,12 +152,14 @@ mod tests {
     const FORMAT: &str = "name: sys_enter_ioctl\nformat:\n\
         \tfield:int common_pid;\toffset:4;\tsize:4;\tsigned:1;\n\n\
         \tfield:unsigned int fd;\toffset:16;\tsize:8;\tsigned:0;\n\
-        \tfield:const char *path;\toffset:24;\tsize:8;\tsigned:0;\n";
+        \tfield:const char *path;\toffset:24;\tsize:8;\tsigned:0;\n\
+        \tfield:__data_loc char[] msg;\toffset:32;\tsize:4;\tsigned:0;\n";
 
     #[test]
     fn finds_fields_by_name() {
         assert_eq!(field_offset(FORMAT, "fd"), Some(16));
         assert_eq!(field_offset(FORMAT, "path"), Some(24));
+        assert_eq!(field_offset(FORMAT, "msg"), Some(32));
         assert_eq!(field_offset(FORMAT, "cmd"), None);
     }
 }

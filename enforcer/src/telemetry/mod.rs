@@ -18,6 +18,8 @@ use std::{
 
 use tracing::warn;
 
+use crate::faults::PciAddress;
+
 pub use nvml::NvmlSource;
 
 /// Why NVML does not answer.
@@ -42,6 +44,8 @@ pub struct Card {
     pub name: String,
     /// N of `/dev/nvidiaN`.
     pub minor: u32,
+    /// Where it is on the bus; absent where NVML does not tell.
+    pub pci: Option<PciAddress>,
     /// Bytes of memory.
     pub memory_total: u64,
     /// Bytes in use.

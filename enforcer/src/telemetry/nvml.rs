@@ -4,6 +4,8 @@ use std::{ffi::OsStr, path::Path, time::Instant};
 
 use nvml_wrapper::{Device, Nvml, enums::device::UsedGpuMemory, error::NvmlError};
 
+use crate::faults::PciAddress;
+
 use super::{Card, Snapshot, Source, TelemetryError};
 
 /// The library, initialised.
@@ -18,6 +20,7 @@ struct Plate {
     uuid: String,
     name: String,
     minor: u32,
+    pci: Option<PciAddress>,
 }
 
 impl NvmlSource {
@@ -68,6 +71,10 @@ fn plate(device: &Device<'_>) -> Result<Plate, NvmlError> {
         uuid: device.uuid()?,
         name: device.name()?,
         minor: device.minor_number()?,
+        pci: device
+            .pci_info()
+            .ok()
+            .and_then(|pci| pci.bus_id.parse().ok()),
     })
 }
 
@@ -89,6 +96,7 @@ fn card(index: u32, plate: &Plate, device: &Device<'_>) -> Result<Card, NvmlErro
         uuid: plate.uuid.clone(),
         name: plate.name.clone(),
         minor: plate.minor,
+        pci: plate.pci,
         memory_total: memory.total,
         memory_used: memory.used,
         power_mw: device.power_usage().ok(),

@@ -77,6 +77,8 @@ pub enum Reason {
     Command,
     /// It crossed `memory.high`, and `memory.on-high` is `freeze`.
     MemoryHigh,
+    /// It caused a GPU fault, and `fault.on-xid` is `freeze`.
+    Fault,
     /// It has had its part of the period.
     Ceiling,
     /// An exclusive class is active.
@@ -90,6 +92,7 @@ impl fmt::Display for Reason {
         f.pad(match self {
             Self::Command => "command",
             Self::MemoryHigh => "memory-high",
+            Self::Fault => "fault",
             Self::Ceiling => "ceiling",
             Self::Exclusive => "exclusive",
             Self::Latency => "latency",

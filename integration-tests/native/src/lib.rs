@@ -124,7 +124,9 @@ impl Bed {
              bpf-directory = \"{bpf}\"\n\
              [policy]\nvendor = \"{scratch}/none\"\nadmin = \"{scratch}/etc\"\n\
              [gpu]\ndevice-dir = \"{devices}\"\nnvml-library = \"{libraries}/libnvidia-ml.so.1\"\n\
+             [faults]\nsource = \"kernel-log\"\nkernel-log = \"{kernel_log}\"\n\
              [enforcement]\nreconcile-interval = \"200ms\"\nlistener-timeout = \"{PATIENT}\"\n",
+            kernel_log = self.sim.kernel_log().display(),
             bus = self.bus(),
             scratch = scratch.display(),
             bpf = self.bpf_directory().display(),

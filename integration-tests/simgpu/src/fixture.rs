@@ -19,6 +19,9 @@ use crate::state::State;
 /// How long the server may take to start and to end.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+/// File of what the driver would write to the kernel's log, in the scratch directory.
+const KERNEL_LOG: &str = "kmsg";
+
 /// File of the calls in the scratch directory.
 const TRACE: &str = "trace.txt";
 
@@ -128,6 +131,8 @@ impl SimGpu {
             .args(["--memory", &options.memory.to_string()])
             .args(["--context-overhead", &options.context_overhead.to_string()])
             .args(["--context-hidden", &options.context_hidden.to_string()])
+            .arg("--kernel-log")
+            .arg(dir.path().join(KERNEL_LOG))
             .arg("--exit-with-stdin")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -171,6 +176,11 @@ impl SimGpu {
     /// A directory for the test's own files, removed with the fixture.
     pub fn scratch(&self) -> &Path {
         self.dir.path()
+    }
+
+    /// File of what the driver would write to the kernel's log, in the form of `/dev/kmsg`.
+    pub fn kernel_log(&self) -> PathBuf {
+        self.dir.path().join(KERNEL_LOG)
     }
 
     /// Process id of the server.

@@ -3,6 +3,7 @@
 mod args;
 mod change;
 mod error;
+mod faults;
 mod generate;
 mod kubernetes;
 mod launches;

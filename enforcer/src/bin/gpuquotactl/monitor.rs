@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::{
     error::Error,
-    launches,
+    faults, launches,
     output::{Screen, Style, clean, counted, print, size},
 };
 
@@ -67,6 +67,7 @@ fn is_about(notice: &Notice, name: &str) -> bool {
         | Notice::HighReached { tenant, .. }
         | Notice::Throttled { tenant, .. }
         | Notice::Storm { tenant, .. }
+        | Notice::Xid { tenant, .. }
         | Notice::CgroupAttached { tenant, .. }
         | Notice::CgroupDetached { tenant, .. } => tenant == name,
         Notice::PolicyLoaded(_) => true,
@@ -137,6 +138,7 @@ fn describe(notice: &Notice) -> (Style, String) {
             );
             (Style::Warn, text)
         }
+        Notice::Xid { .. } => faults::describe(notice),
         Notice::Throttled { .. } | Notice::LaunchDenied { .. } | Notice::Storm { .. } => {
             launches::describe(notice)
         }

@@ -28,7 +28,7 @@ const UNKNOWN: Return = nvml::nvmlReturn_enum_NVML_ERROR_UNKNOWN;
 /// `nvmlEventTypeXidCriticalError`.
 const EVENT_XID: c_ulonglong = 8;
 /// How often a wait for an event looks.
-const EVENT_PAUSE: Duration = Duration::from_millis(20);
+const EVENT_PAUSE: Duration = Duration::from_millis(100);
 /// PCI ids of the card: device and vendor, and the subsystem.
 const PCI_DEVICE_ID: c_uint = 0x2335_10de;
 /// An instance that a process is not in, when there are none.

@@ -49,6 +49,9 @@ struct Args {
     /// File to write every answered call to, in the form of the recordings.
     #[arg(long)]
     trace: Option<PathBuf>,
+    /// File to write to what the driver would write to the kernel's log, in the form of /dev/kmsg.
+    #[arg(long)]
+    kernel_log: Option<PathBuf>,
     /// End when standard input ends, so that a starter that dies takes the server with it.
     #[arg(long)]
     exit_with_stdin: bool,
@@ -119,14 +122,12 @@ fn run(args: &Args) -> anyhow::Result<()> {
                 left.end()
             })?;
     }
-    let trace = match &args.trace {
-        None => None,
-        Some(path) => Some(
-            std::fs::File::create(path)
-                .with_context(|| format!("cannot write {}", path.display()))?,
-        ),
+    let create = |path: &PathBuf| {
+        std::fs::File::create(path).with_context(|| format!("cannot write {}", path.display()))
     };
-    let result = server::serve(&dir, config, trace, || {
+    let trace = args.trace.as_ref().map(create).transpose()?;
+    let kernel_log = args.kernel_log.as_ref().map(create).transpose()?;
+    let result = server::serve(&dir, config, trace, kernel_log, || {
         let mut out = std::io::stdout();
         // Nobody may be listening; the server works all the same.
         let _ = writeln!(out, "ready").and_then(|()| out.flush());

@@ -480,12 +480,12 @@ fn command(shared: &mut Shared, line: &str) -> Result<(), String> {
             Ok(())
         }
         ["xid", index, code] => {
-            shared.sim.raise_xid(gpu(index)?, number(code)?, None);
+            shared.raise_xid(gpu(index)?, number(code)?, None);
             Ok(())
         }
         ["xid", index, code, pid] => {
             let pid = Some(number(pid)?);
-            shared.sim.raise_xid(gpu(index)?, number(code)?, pid);
+            shared.raise_xid(gpu(index)?, number(code)?, pid);
             Ok(())
         }
         ["reset-peak"] => {

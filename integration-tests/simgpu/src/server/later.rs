@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::kernel_log::KernelLog;
 use super::trace::Trace;
 use crate::sim::Sim;
 
@@ -32,6 +33,8 @@ pub struct Shared {
     pub delays: BTreeMap<u8, Duration>,
     /// Extra time of escapes without their own.
     pub delay_all: Duration,
+    /// What the driver would write.
+    pub kernel_log: Option<KernelLog>,
     tasks: BTreeMap<(u64, u64), Task>,
     task_count: u64,
     waiters: Vec<Waiter>,
@@ -41,6 +44,14 @@ impl Shared {
     /// Extra time of an escape.
     pub fn delay(&self, number: u8) -> Duration {
         self.delays.get(&number).copied().unwrap_or(self.delay_all)
+    }
+
+    /// Raises an Xid, and says so as the driver does.
+    pub fn raise_xid(&mut self, gpu: usize, code: u32, pid: Option<u32>) {
+        let at = Duration::from_nanos(self.sim.raise_xid(gpu, code, pid));
+        if let Some(log) = &mut self.kernel_log {
+            log.xid(at, crate::sim::pci_bus(gpu), code, pid);
+        }
     }
 
     fn answer_waiters(&mut self, now: u64) {
@@ -100,6 +111,7 @@ impl Core {
                 sim,
                 delays: BTreeMap::new(),
                 delay_all: Duration::ZERO,
+                kernel_log: None,
                 tasks: BTreeMap::new(),
                 task_count: 0,
                 waiters: Vec::new(),

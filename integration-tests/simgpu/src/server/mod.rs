@@ -5,6 +5,7 @@
 
 mod caller;
 mod files;
+mod kernel_log;
 mod later;
 mod trace;
 
@@ -47,7 +48,7 @@ pub enum ServerError {
 }
 
 /// Serves the devices at `path` until it is unmounted; calls `ready` once they can be opened. Every call that
-/// was answered is written to `trace`.
+/// was answered is written to `trace`, and what the driver would say to the kernel's log to `kernel_log`.
 ///
 /// # Errors
 /// See [`ServerError`]. The caller unmounts with [`unmount`].
@@ -55,9 +56,11 @@ pub fn serve(
     path: &Path,
     config: Config,
     trace: Option<File>,
+    kernel_log: Option<File>,
     ready: impl FnOnce(),
 ) -> Result<(), ServerError> {
     let core = Arc::new(later::Core::new(Sim::new(config), trace.map(Trace::new)));
+    core.lock().kernel_log = kernel_log.map(kernel_log::KernelLog::new);
     let waiting = Arc::clone(&core);
     std::thread::Builder::new()
         .name("later".into())

@@ -319,13 +319,14 @@ impl Sim {
         self.failures.push((status, count));
     }
 
-    /// Raises an Xid on a card; with a process, its channels stop for good.
-    pub fn raise_xid(&mut self, gpu: usize, code: u32, pid: Option<u32>) {
+    /// Raises an Xid on a card, and tells when that was; with a process, its channels stop for good.
+    pub fn raise_xid(&mut self, gpu: usize, code: u32, pid: Option<u32>) -> u64 {
         let at_ns = self.schedulers[gpu].now();
         self.xids[gpu].push(state::XidState { at_ns, code, pid });
         if let Some(pid) = pid {
             self.schedulers[gpu].fault(pid, code);
         }
+        at_ns
     }
 
     /// Hands in kernels on a channel; returns its progress, or `None` without such a channel.
