@@ -482,20 +482,7 @@ fn notice(message: &Message) -> Result<Option<Notice>, ClientError> {
                 budget,
             }
         }
-        Some("Xid") => {
-            let (tenant, gpu, xid, pid, certainty, source, action, message) =
-                body.deserialize().map_err(protocol)?;
-            Notice::Xid {
-                tenant,
-                gpu,
-                xid,
-                pid,
-                certainty,
-                source,
-                action,
-                message,
-            }
-        }
+        Some("Xid") => xid(&body)?,
         Some("PolicyLoaded") => {
             let (generation, tenants, warnings) = body.deserialize().map_err(protocol)?;
             Notice::PolicyLoaded(PolicyLoaded {
@@ -515,4 +502,19 @@ fn notice(message: &Message) -> Result<Option<Notice>, ClientError> {
         _ => return Ok(None),
     };
     Ok(Some(notice))
+}
+
+fn xid(body: &zbus::message::Body) -> Result<Notice, ClientError> {
+    let (tenant, gpu, xid, pid, certainty, source, action, message) =
+        body.deserialize().map_err(protocol)?;
+    Ok(Notice::Xid {
+        tenant,
+        gpu,
+        xid,
+        pid,
+        certainty,
+        source,
+        action,
+        message,
+    })
 }

@@ -614,8 +614,7 @@ impl File {
                 .map(|versions| driver_versions(versions, source, problems)),
         );
 
-        set(&mut config.faults.source, self.faults.source);
-        set(&mut config.faults.kernel_log, self.faults.kernel_log);
+        self.faults.apply(&mut config.faults);
         set(&mut config.enforcement.memory, self.enforcement.memory);
         set(
             &mut config.enforcement.ungoverned,
@@ -702,6 +701,13 @@ impl File {
             self.time.period,
             millis(10)..=millis(10_000),
         );
+    }
+}
+
+impl FaultTable {
+    fn apply(self, faults: &mut FaultSettings) {
+        set(&mut faults.source, self.source);
+        set(&mut faults.kernel_log, self.kernel_log);
     }
 }
 

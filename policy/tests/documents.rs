@@ -97,7 +97,7 @@ fn the_examples_of_the_reference_load() {
 #[test]
 fn the_recipes_of_the_guide_load_alone_and_together() {
     let recipes = examples(GUIDE);
-    assert_eq!(recipes.len(), 3);
+    assert_eq!(recipes.len(), 4);
     for recipe in &recipes {
         load(recipe);
     }

@@ -100,9 +100,10 @@ fn follow_ring(mut ring: RingBuf<MapData>, sink: impl Fn(Fault), stop: impl Fn()
         // SAFETY: `ring` owns the descriptor and lives as long as this loop.
         wait_for(unsafe { BorrowedFd::borrow_raw(fd) });
         while let Some(item) = ring.next() {
-            match fault_of(&item) {
-                Some(fault) => sink(fault),
-                None => warn!("the driver's tracepoint told a fault that makes no sense"),
+            if let Some(fault) = fault_of(&item) {
+                sink(fault);
+            } else {
+                warn!("the driver's tracepoint told a fault that makes no sense");
             }
         }
     }
@@ -316,7 +317,8 @@ mod tests {
     fn a_log_without_line_ends_takes_no_memory() {
         let mut file = tempfile::NamedTempFile::new().expect("a file");
         let mut log = KernelLog::open(file.path()).expect("opened");
-        file.write_all(&[b'x'; 100_000]).expect("written");
+        file.write_all("x".repeat(100_000).as_bytes())
+            .expect("written");
         while log.read().expect("read").is_some() {}
         assert!(log.rest.len() <= RECORD);
     }

@@ -33,14 +33,14 @@ impl Monitor {
         let mut monitor = Self { child, lines };
         // A reload is told to everybody who listens: then this one does.
         let end = Instant::now() + PATIENCE;
-        let (heard, hears) = std::sync::mpsc::channel();
+        let (sender, receiver) = std::sync::mpsc::channel();
         thread::scope(|scope| {
             scope.spawn(|| {
                 let line = monitor.next_line();
-                heard.send(()).expect("waited for");
+                sender.send(()).expect("waited for");
                 assert!(line.contains("policy-loaded"), "{line}");
             });
-            while hears.recv_timeout(Duration::from_millis(200)).is_err() {
+            while receiver.recv_timeout(Duration::from_millis(200)).is_err() {
                 assert!(Instant::now() < end, "nothing is heard:\n{}", bed.log());
                 assert!(bed.ctl(&["reload"]).status.success());
             }
@@ -263,12 +263,12 @@ fn nvml_names_no_process_and_nobody_is_accused() {
     let mut monitor = Monitor::new(&bed);
     // NVML's events begin when the daemon has registered for them.
     let end = Instant::now() + PATIENCE;
-    let (told, tells) = std::sync::mpsc::channel();
+    let (sender, receiver) = std::sync::mpsc::channel();
     let fault = thread::scope(|scope| {
-        scope.spawn(|| told.send(monitor.fault()).expect("waited for"));
+        scope.spawn(|| sender.send(monitor.fault()).expect("waited for"));
         loop {
             raise(&bed, 31, a.workload_pid());
-            match tells.recv_timeout(Duration::from_millis(500)) {
+            match receiver.recv_timeout(Duration::from_millis(500)) {
                 Ok(fault) => break fault,
                 Err(_) => assert!(Instant::now() < end, "nothing is heard:\n{}", bed.log()),
             }
