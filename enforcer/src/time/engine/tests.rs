@@ -12,7 +12,7 @@ use super::{
     super::{
         account::Busy,
         rules::{Rule, TenantRules},
-        slices::LEAST_SLICE_US,
+        latency::LEAST_SQUEEZED_US,
     },
     *,
 };
@@ -484,7 +484,7 @@ fn a_latency_target_is_met_by_squeezing_and_at_the_worst_by_freezing() {
         Duration::ZERO,
         true,
     );
-    assert_eq!(model.slices[&11], LEAST_SLICE_US);
+    assert_eq!(model.slices[&11], LEAST_SQUEEZED_US);
     let got = shares(&mut engine, &mut model, &[10, 11], Duration::from_secs(4));
     assert!(got[0] > 0.95 && got[1] > 0.0, "{got:?}");
 }
