@@ -5,7 +5,7 @@
 //! has two writers, so user space never loses an update that the kernel side makes at the same time.
 
 /// Version of every layout in this crate; part of the pin path, so that two layouts never share a map.
-pub const LAYOUT_VERSION: u32 = 3;
+pub const LAYOUT_VERSION: u32 = 4;
 
 /// Most tenants that one daemon governs.
 pub const MAX_TENANTS: u32 = 2048;
@@ -443,11 +443,13 @@ pub struct InFlight {
     /// fd of the call.
     pub fd: u32,
     /// 1 once a deny backend let the call pass.
-    pub admitted: u32,
+    pub admitted: u16,
+    /// 1 if what stands at `granted` is the last byte's offset, not the size.
+    pub granted_is_limit: u16,
     /// Tenant whose limit did not allow `wanted`, or [`NO_TENANT`].
     pub limited_by: u32,
-    /// 1 if what stands at `granted` is the last byte's offset, not the size.
-    pub granted_is_limit: u32,
+    /// Which load of the programs has seen the entry; 0 for none.
+    pub by: u32,
     /// One of [`refusal`].
     pub refusal: u32,
     /// The driver's status that a refused call gets.
@@ -466,6 +468,8 @@ pub mod refusal {
     pub const MEMORY: u32 = 1;
     /// Its parameters cannot be read, so nobody knows what it asks for.
     pub const UNREADABLE: u32 = 2;
+    /// As [`MEMORY`], and the call cannot be changed so that the driver refuses it.
+    pub const STUCK: u32 = 3;
 }
 
 /// What the caller wrote where a call was changed so that the driver refuses it, by thread.
@@ -476,6 +480,8 @@ pub struct Rewritten {
     pub at: u64,
     /// What stood there.
     pub was: u64,
+    /// What stands there instead.
+    pub raised: u64,
     /// Where the driver writes its status.
     pub status_at: u64,
     /// The status that the caller is to see there, if the driver has refused.
@@ -583,8 +589,12 @@ pub mod counter {
     pub const CHANGED_FREES: u32 = 12;
     /// Objects that are in no client's list, because there was no room for the client.
     pub const UNLISTED: u32 = 13;
+    /// Calls whose entry was not shown to the programs, and which were read at their exit.
+    pub const LATE_ENTRIES: u32 = 14;
+    /// Calls whose exit was not shown to the programs, and which were settled at the next call of the thread.
+    pub const LATE_EXITS: u32 = 15;
     /// Number of counters.
-    pub const COUNT: u32 = 14;
+    pub const COUNT: u32 = 16;
 }
 
 #[cfg(feature = "user")]
@@ -629,7 +639,7 @@ mod tests {
         assert_eq!(size_of::<Device>(), 8);
         assert_eq!(size_of::<Leaf>(), 8);
         assert_eq!(size_of::<Refusal>(), 16);
-        assert_eq!(size_of::<Rewritten>(), 32);
+        assert_eq!(size_of::<Rewritten>(), 40);
     }
 
     #[test]
@@ -640,6 +650,8 @@ mod tests {
         assert_eq!(offset_of!(Object, tgid), 24);
         assert_eq!(offset_of!(Object, source), 48);
         assert_eq!(offset_of!(InFlight, cmd), 40);
+        assert_eq!(offset_of!(InFlight, admitted), 84);
+        assert_eq!(offset_of!(InFlight, by), 92);
         assert_eq!(offset_of!(InFlight, lever), 104);
         assert_eq!(offset_of!(Settings, deny), 28);
         assert_eq!(offset_of!(Budget, on_max), 24);

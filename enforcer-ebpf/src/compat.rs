@@ -2,8 +2,8 @@
 //! tenants.
 //!
 //! Those of 32-bit callers are never reported. NVIDIA ships no 32-bit CUDA for any driver that is supported here, but a 64-bit
-//! program can make a 32-bit system call. And the kernel passes programs of tracepoints over while a task on the same
-//! CPU is preempted in the middle of an operation on a map (`bpf_prog_active`); such a call is to be made again.
+//! program can make a 32-bit system call. And a preemptible kernel passes programs over (see `late_enter`); such a call is to
+//! be made again.
 #![allow(
     unexpected_cfgs,
     reason = "aya's build passes bpf_target_arch, which the compiler does not know by itself"

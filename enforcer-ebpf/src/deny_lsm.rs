@@ -52,10 +52,12 @@ fn verdict(ctx: &LsmContext) -> i32 {
         }
         // SAFETY: as above.
         let is_rewritten = unsafe { REWRITTEN.get(thread) }.is_some();
-        return if settings.deny == deny::REWRITE && is_rewritten {
-            0
-        } else {
-            -ENOMEM
+        return match settings.deny {
+            deny::REWRITE if is_rewritten => 0,
+            // A preemptible kernel has passed over the program that refuses: the call is to be made again.
+            deny::REWRITE if flight.refusal != refusal::STUCK => -EAGAIN,
+            deny::OVERRIDE => -EAGAIN,
+            _ => -ENOMEM,
         };
     }
     let file: *const u8 = ctx.arg(0);

@@ -25,13 +25,16 @@ use crate::{
 pub fn deny_rewrite(_ctx: TracePointContext) -> u32 {
     let thread = task::thread();
     // SAFETY: the entry is this thread's own.
-    let Some(flight) = (unsafe { IN_FLIGHT.get(thread) }) else {
+    let Some(flight) = IN_FLIGHT.get_ptr_mut(thread) else {
         return 0;
     };
+    // SAFETY: as above.
+    let flight = unsafe { &mut *flight };
     if flight.refusal != refusal::MEMORY || settings().deny != deny::REWRITE {
         return 0;
     }
     if !raise(thread, flight) {
+        flight.refusal = refusal::STUCK;
         count(counter::NOT_REFUSED);
     }
     0
@@ -54,6 +57,7 @@ fn raise(thread: u32, flight: &InFlight) -> bool {
     let rewritten = Rewritten {
         at,
         was,
+        raised: flight.raised,
         status_at: flight.arg + offset as u64,
         status: u64::from(flight.status),
     };
@@ -79,6 +83,11 @@ pub fn deny_rewrite_exit(_ctx: TracePointContext) -> u32 {
     let _ = REWRITTEN.remove(thread);
     // SAFETY: the helpers check the addresses. A caller that has unmapped its own argument meanwhile keeps the rest.
     unsafe {
+        // A preemptible kernel may have passed over this program at the exit of the call, and this is another one: what
+        // lies there may be the caller's by now.
+        if bpf_probe_read_user(rewritten.at as *const u64) != Ok(rewritten.raised) {
+            return 0;
+        }
         let _ = bpf_probe_write_user(rewritten.at as *mut u64, &raw const rewritten.was);
         if let Ok(answered) = bpf_probe_read_user(rewritten.status_at as *const u32)
             && answered != status::OK

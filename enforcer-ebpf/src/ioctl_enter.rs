@@ -19,7 +19,7 @@ use gpuquota_common::{
 };
 
 use crate::{
-    file,
+    file::{self, patched},
     ledger::{self, Decision, Request, Reserved},
     maps::{IN_FLIGHT, SETTINGS, count, daemon_alive, emit, now},
     rm::{Caller, place_of},
@@ -32,6 +32,10 @@ mod record {
     pub const CMD: usize = 24;
     pub const ARG: usize = 32;
 }
+
+/// Number of this load of the programs, never 0.
+#[unsafe(no_mangle)]
+pub static LOADED_BY: u32 = u32::MAX;
 
 /// Entry of an ioctl.
 ///
@@ -117,7 +121,8 @@ fn enter(outer: IoctlCmd, outer_arg: u64, fd: u32) {
         fd,
         admitted: 0,
         limited_by: NO_TENANT,
-        granted_is_limit: decoded.granted_is_limit,
+        granted_is_limit: decoded.granted_is_limit as u16,
+        by: patched!(LOADED_BY),
         refusal: refusal::NONE,
         status: 0,
         lever: decoded.lever,
@@ -154,7 +159,8 @@ pub struct Decoded {
     arg: u64,
 }
 
-/// One place per CPU; programs of tracepoints are not preempted by each other.
+/// One place per CPU. Where a program can be preempted (since Linux 7.2), the kernel does not run the same one on that CPU
+/// meanwhile; another load of the programs has a map of its own.
 #[map]
 static DECODED: PerCpuArray<Decoded> = PerCpuArray::with_max_entries(1, 0);
 
@@ -182,7 +188,9 @@ fn take_over(settings: &Settings, thread: u32, flight: &mut InFlight) -> bool {
     let Some(before) = (unsafe { IN_FLIGHT.get(thread) }) else {
         return true;
     };
-    if before.arg == flight.arg && before.cmd == flight.cmd {
+    // One that this load of the programs has seen before is a call whose exit it has not.
+    let is_over = before.call != 0 && before.by == flight.by;
+    if before.arg == flight.arg && before.cmd == flight.cmd && !is_over {
         if before.call != 0 {
             return false;
         }

@@ -48,6 +48,10 @@ pub fn ioctl_exit(ctx: TracePointContext) -> u32 {
         // The verifier has one path from here on, not one for every way to decode a call.
         let flight = core::hint::black_box(&*flight);
         if ret == 0 && status_is_ok(flight) {
+            // What a supervisor has refused was not shown either, and has failed.
+            if flight.by == 0 && flight.admitted == 0 {
+                count(counter::LATE_ENTRIES);
+            }
             settle(settings, flight);
         } else if flight.reserved > 0 {
             ledger::unreserve(
@@ -90,7 +94,7 @@ fn read_late(settings: &Settings, flight: &mut InFlight) -> bool {
     flight.call = decoded.call;
     flight.wanted = decoded.wanted;
     flight.granted = decoded.granted;
-    flight.granted_is_limit = decoded.granted_is_limit;
+    flight.granted_is_limit = decoded.granted_is_limit as u16;
     flight.client = decoded.client;
     flight.parent = decoded.parent;
     flight.handle = decoded.handle;
@@ -118,6 +122,7 @@ fn status_is_ok(flight: &InFlight) -> bool {
     true
 }
 
+/// Books a call that the driver has done.
 #[inline(always)]
 fn settle(settings: &Settings, flight: &InFlight) {
     let tgid = task::tgid();
@@ -299,7 +304,7 @@ fn granted(flight: &InFlight) -> u64 {
 
 /// Puts a new object into the map.
 #[inline(always)]
-fn remember(tgid: u32, flight: &InFlight, key: ObjectKey, bytes: u64) {
+pub fn remember(tgid: u32, flight: &InFlight, key: ObjectKey, bytes: u64) {
     let kind = object_kind(flight.class);
     let object = Object {
         bytes,

@@ -38,6 +38,8 @@ mod deny_override;
 mod deny_rewrite;
 mod ioctl_enter;
 mod ioctl_exit;
+mod late_enter;
+mod late_exit;
 mod launch;
 mod launch_graph;
 mod launch_maps;

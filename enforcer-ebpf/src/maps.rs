@@ -17,6 +17,8 @@ use gpuquota_common::{
     waiting::{Queue, Waiter},
 };
 
+use crate::atomic::Word;
+
 /// Entries are allocated as they are needed (`BPF_F_NO_PREALLOC`): a large bound costs nothing.
 const NO_PREALLOC: u32 = 1;
 
@@ -100,8 +102,8 @@ pub static COUNTERS: PerCpuArray<u64> = PerCpuArray::with_max_entries(counter::C
 #[inline(always)]
 pub fn count(index: u32) {
     if let Some(value) = COUNTERS.get_ptr_mut(index) {
-        // SAFETY: the slot is this CPU's own and the program is not preempted by itself.
-        unsafe { *value += 1 };
+        // A program may be preempted, and another one counts in the same slot meanwhile.
+        Word::new(value).add(1);
     }
 }
 

@@ -9,7 +9,7 @@ use crate::{
     control::{Backend, BackendState, Finding, Verdict},
     driver::Gpu,
     enforcer::ALARMS,
-    kernel::{COMPAT_IOCTL, HOOKS, Hook},
+    kernel::{COMPAT_IOCTL, HOOKS, Hook, LATE_HOOKS},
 };
 
 /// A finding.
@@ -27,6 +27,7 @@ pub fn host() -> Vec<Finding> {
     findings.extend(
         HOOKS
             .iter()
+            .chain(LATE_HOOKS)
             .map(|(program, hook)| hook_finding(program, *hook)),
     );
     findings
@@ -253,10 +254,11 @@ pub fn passed_over(count: u64) -> Option<Finding> {
             "ioctls passed over",
             Verdict::Warning,
             format!(
-                "{count}: this kernel is preemptible, and does not run programs on ioctls while a task on the same CPU is \
-                 preempted in the middle of a map operation. An allocation among them was refused by the security hook, \
-                 if there is one, and made again; else it is not charged until the ledger is compared with NVML. With \
-                 preempt=none or preempt=voluntary on the kernel's command line it does not happen"
+                "{count}: this kernel is preemptible, and now and then does not run the programs on an ioctl. A driver call whose \
+                 entry they have not seen is read and charged at its exit, or refused and made again where there is a \
+                 security hook; one whose exit they have not seen stays charged as it was asked for. A call of which both \
+                 are missing is found when the ledger is compared with NVML. Before Linux 7.0, preempt=none or \
+                 preempt=voluntary on the kernel's command line ends it"
             ),
         )
     })
@@ -288,7 +290,7 @@ mod tests {
     #[test]
     fn every_hook_of_the_observer_is_looked_at() {
         let findings = host();
-        for (program, _) in HOOKS {
+        for (program, _) in HOOKS.iter().chain(LATE_HOOKS) {
             assert!(
                 findings
                     .iter()

@@ -10,6 +10,7 @@ pub mod launch;
 mod leftovers;
 mod offsets;
 mod pins;
+mod preemption;
 mod tracefs;
 mod ungoverned;
 mod uprobe_multi;
@@ -104,6 +105,22 @@ pub const HOOKS: &[(&str, Hook)] = &[
         Hook::Tracepoint("syscalls", "sys_enter_ioctl"),
     ),
 ];
+
+/// More of them, for a kernel that may pass over those on ioctls: each goes before its counterpart above.
+pub const LATE_HOOKS: &[(&str, Hook)] = &[
+    ("late_enter", Hook::Tracepoint("syscalls", "sys_exit_ioctl")),
+    ("late_exit", Hook::Tracepoint("syscalls", "sys_enter_ioctl")),
+];
+
+/// The programs for this host, in the order of attachment.
+fn hooks() -> impl Iterator<Item = &'static (&'static str, Hook)> {
+    let late: &[_] = if preemption::is_preemptible() {
+        LATE_HOOKS
+    } else {
+        &[]
+    };
+    late.iter().chain(HOOKS)
+}
 
 /// What can go wrong with the kernel side.
 #[derive(Debug, thiserror::Error)]
@@ -265,6 +282,8 @@ impl Kernel {
         for (name, offset) in &offsets {
             loader.override_global(name, offset, true);
         }
+        let number = load_number();
+        loader.override_global("LOADED_BY", &number, true);
         if let Some(pins) = pins {
             for map in PINNED_MAPS.iter().chain(launch::PINNED) {
                 loader.map_pin_path(map, pins.map(map));
@@ -674,7 +693,7 @@ impl Kernel {
     }
 
     /// How often the kernel has passed over the programs that follow ioctls, since they were loaded. It does so while a task
-    /// on the same CPU is preempted in the middle of an operation on a map.
+    /// on the same CPU is preempted in the middle of an operation on a map, or since Linux 7.2 in the same program.
     pub fn passed_over(&self) -> Result<u64, KernelError> {
         let ebpf = lock(&self.ebpf);
         let mut sum = 0;
@@ -946,9 +965,15 @@ fn take<M: TryFrom<Map, Error = MapError>>(
         .map_err(map_error(name))
 }
 
+/// A number for this load of the programs: another one than that of the programs that they replace.
+fn load_number() -> u32 {
+    let low = crate::enforcer::monotonic_ns() & u64::from(u32::MAX);
+    u32::try_from(low).unwrap_or(0) | 1
+}
+
 /// Loads every program, so that a kernel that refuses one refuses before anything is attached.
 fn load(ebpf: &mut Ebpf) -> Result<(), KernelError> {
-    for (name, hook) in HOOKS {
+    for (name, hook) in hooks() {
         match hook {
             Hook::Tracepoint(..) => program::<TracePoint>(ebpf, name)?
                 .load()
@@ -980,7 +1005,7 @@ where
 /// hooks do not mind to run twice for one.
 fn attach_hooks(ebpf: &mut Ebpf, pins: Option<&PinDir>) -> Result<Vec<FdLink>, KernelError> {
     let mut links = Vec::new();
-    for (name, hook) in HOOKS {
+    for (name, hook) in hooks() {
         let link: FdLink = match hook {
             Hook::Tracepoint(group, event) => {
                 let program: &mut TracePoint = program(ebpf, name)?;

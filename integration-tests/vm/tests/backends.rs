@@ -142,7 +142,7 @@ fn override_kernel_locked_down() {
 }
 
 #[test]
-#[ignore = "fails: a preemptible kernel does not show every ioctl to programs, see docs/internals.md"]
+#[ignore = "takes minutes under emulation; ALL=1 make test SUITE=vm runs it"]
 fn newest_kernel() {
     check(
         "newest",
@@ -153,6 +153,20 @@ fn newest_kernel() {
         &["override"],
         &[],
     );
+}
+
+/// This kernel is preemptible, and its programs of system calls are preempted with their tasks.
+#[test]
+#[ignore = "boots whatever kernel is newest today; ALL=1 make test SUITE=vm runs it"]
+fn nothing_is_lost_on_a_preemptible_kernel() {
+    let vm = machine("preemption", Kernel::Newest)
+        .binary_at(built_test("preemption").unwrap(), "/opt/gq/preemption");
+    let script = "export GPUQUOTA_IS_PREEMPTIBLE=1; exec /opt/gq/preemption --nocapture";
+    let outcome = vm
+        .run(script, LIMIT)
+        .unwrap_or_else(|error| panic!("{error}"));
+    println!("{}", outcome.output);
+    assert_eq!(outcome.status, 0, "{}", outcome.output);
 }
 
 /// Ways around a budget, by the tests that this host runs natively, with the backend that the kernel's daemon takes.

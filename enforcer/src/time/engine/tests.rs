@@ -11,8 +11,8 @@ use proptest::prelude::*;
 use super::{
     super::{
         account::Busy,
-        rules::{Rule, TenantRules},
         latency::LEAST_SQUEEZED_US,
+        rules::{Rule, TenantRules},
     },
     *,
 };
