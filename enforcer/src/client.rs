@@ -13,6 +13,7 @@ use crate::{
     config::Bus,
     control::{
         Backend, Finding, Gpu, Held, Notice, PolicyLoaded, QuotaChange, Tenant,
+        insight::{self, HeatRow, HeatTuple, HistoryDict, MemoryHistory},
         wire::{self, GpuDict, TenantDict, Triple},
         wire_time::{self, HeldTuple},
     },
@@ -60,6 +61,17 @@ trait Manager {
     fn backends(&self) -> zbus::Result<Vec<Triple>>;
     #[zbus(property(emits_changed_signal = "false"))]
     fn policy_generation(&self) -> zbus::Result<u64>;
+}
+
+#[proxy(
+    interface = "org.gpuquota.Enforcer1.Insight",
+    default_service = "org.gpuquota.Enforcer1",
+    default_path = "/org/gpuquota/Enforcer1",
+    gen_blocking = false
+)]
+trait Insight {
+    fn memory_history(&self, tenant: &str, since_usec: u64) -> zbus::Result<Vec<HistoryDict>>;
+    fn memory_heat_map(&self, since_usec: u64, columns: u32) -> zbus::Result<Vec<HeatTuple>>;
 }
 
 /// A call to the daemon failed.
@@ -302,6 +314,37 @@ impl Client {
             .collect()
     }
 
+    /// Memory over time of one tenant, or of all.
+    pub async fn memory_history(
+        &self,
+        tenant: Option<&str>,
+        since: Duration,
+    ) -> Result<Vec<MemoryHistory>, ClientError> {
+        let insight = self.insight().await?;
+        let call = insight.memory_history(tenant.unwrap_or_default(), micros(since));
+        let histories = self.call(READ_TIMEOUT, call).await?;
+        Ok(histories.into_iter().map(Into::into).collect())
+    }
+
+    /// Peaks of all tenants in equal parts of the time since then.
+    pub async fn memory_heat_map(
+        &self,
+        since: Duration,
+        columns: u32,
+    ) -> Result<Vec<HeatRow>, ClientError> {
+        let insight = self.insight().await?;
+        let call = insight.memory_heat_map(micros(since), columns);
+        let rows = self.call(READ_TIMEOUT, call).await?;
+        Ok(rows.into_iter().map(insight::heat_from_wire).collect())
+    }
+
+    async fn insight(&self) -> Result<InsightProxy<'static>, ClientError> {
+        let proxy = InsightProxy::builder(&self.connection)
+            .cache_properties(zbus::proxy::CacheProperties::No)
+            .build();
+        self.call(READ_TIMEOUT, proxy).await
+    }
+
     /// The whole state of the daemon, for debugging.
     pub async fn dump_state(&self) -> Result<serde_json::Value, ClientError> {
         let json = self.call(READ_TIMEOUT, self.manager.dump_state()).await?;
@@ -517,4 +560,8 @@ fn xid(body: &zbus::message::Body) -> Result<Notice, ClientError> {
         action,
         message,
     })
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }

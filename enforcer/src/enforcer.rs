@@ -14,6 +14,7 @@ mod judging;
 mod launching;
 mod measuring;
 mod policy;
+mod recording;
 mod refusing;
 mod timing;
 mod waits;
@@ -39,6 +40,7 @@ use tracing::warn;
 use crate::{
     alone::{Alone, NotAlone},
     backend::{Choice, Lacking, NotOffered},
+    baseline::Baselines,
     cards::Cards,
     cgroup::{CgroupError, Hierarchy},
     config::{Config, MemoryBackend},
@@ -46,6 +48,7 @@ use crate::{
     driver::{Driver, DriverError, Topology, nvidia::Nvidia},
     ending::Endings,
     high::HighWater,
+    history::History,
     kernel::{Kernel, KernelError, PinDir},
     launch::{Launches, attach},
     lifecycle::Proc,
@@ -175,6 +178,8 @@ pub struct Enforcer {
     served: measuring::Served,
     waits: Mutex<waits::Waits>,
     faults: Mutex<faulting::Faults>,
+    history: Mutex<History>,
+    baselines: Mutex<Baselines>,
     _alone: Alone,
     stopping: AtomicBool,
 }
@@ -263,6 +268,8 @@ impl Enforcer {
             served: measuring::Served::default(),
             waits: Mutex::default(),
             faults: Mutex::default(),
+            history: Mutex::default(),
+            baselines: Mutex::default(),
             _alone: alone,
             stopping: AtomicBool::new(false),
         });

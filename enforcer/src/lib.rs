@@ -2,6 +2,7 @@
 
 pub mod alone;
 pub mod backend;
+pub mod baseline;
 pub mod cards;
 pub mod cgroup;
 pub mod client;
@@ -14,6 +15,7 @@ pub mod ending;
 pub mod enforcer;
 pub mod faults;
 pub mod high;
+pub mod history;
 pub mod journal;
 pub mod kernel;
 pub mod kubernetes;

@@ -5,6 +5,7 @@
 //! bounded by the policy and the host: tenants, GPUs, classes, and the fixed words of `reason` and `map`.
 //! `docs/metrics.md` describes every family.
 
+mod baseline;
 mod faults;
 pub mod own;
 pub mod server;
@@ -17,6 +18,7 @@ use std::{
 
 use self::text::{Exposition, Kind};
 use crate::{
+    baseline::Usual,
     control::{Pressure, TenantTime, launch::TenantLaunch},
     faults::tally::Counts,
 };
@@ -113,6 +115,8 @@ pub struct TenantSample {
     pub gpus: Vec<TenantGpuSample>,
     /// Launches; absent while no launch budget holds for it.
     pub launch: Option<TenantLaunch>,
+    /// Usual launches a second.
+    pub usual_launches: Option<Usual>,
 }
 
 /// A tenant on a GPU. Usage includes nested tenants.
@@ -154,6 +158,14 @@ pub struct TenantGpuSample {
     pub time: Option<TenantTime>,
     /// GPU faults.
     pub faults: Counts,
+    /// Most bytes charged since the daemon runs.
+    pub high_water: u64,
+    /// Bytes by which use grew from second to second, summed since the daemon runs.
+    pub growth: u64,
+    /// Usual bytes; absent before there is enough to tell by.
+    pub usual_memory: Option<Usual>,
+    /// Usual part of the GPU's time.
+    pub usual_time: Option<Usual>,
 }
 
 /// How full a map is.
@@ -177,6 +189,7 @@ pub fn render(snapshot: &Snapshot) -> String {
     more_memory(&mut out, &snapshot.tenants);
     gpu_time(&mut out, &snapshot.tenants);
     faults::render(&mut out, &snapshot.gpus, &snapshot.tenants);
+    baseline::render(&mut out, &snapshot.tenants);
     launches(&mut out, &snapshot.tenants);
     kernel_side(&mut out, snapshot);
     out.finish()
@@ -402,6 +415,18 @@ fn tenants(out: &mut Exposition, tenants: &[TenantSample]) {
         Kind::Gauge,
         "Most memory ever charged.",
         |gpu| bytes(gpu.peak),
+    );
+    on_gpu(
+        "gpuquota_tenant_memory_high_water_bytes",
+        Kind::Gauge,
+        "Most memory charged since the daemon knows the tenant to use the GPU.",
+        |gpu| bytes(gpu.high_water),
+    );
+    on_gpu(
+        "gpuquota_tenant_memory_growth_bytes_total",
+        Kind::Counter,
+        "Memory by which use grew from second to second, since then.",
+        |gpu| bytes(gpu.growth),
     );
     on_gpu(
         "gpuquota_tenant_memory_denials_total",
@@ -781,6 +806,11 @@ mod tests {
                 gpus: vec![TenantGpuSample {
                     max: Some(40 << 30),
                     used: 12 << 30,
+                    usual_memory: Some(Usual {
+                        median: 1024.0,
+                        mad: 64.0,
+                    }),
+                    growth: 4096,
                     denials: 3,
                     time: Some(TenantTime {
                         weight: 300,

@@ -107,9 +107,11 @@ class Bed:
     def log(self):
         return (self.dir / "daemon.log").read_text()
 
+    def command(self, *arguments):
+        return [BIN / "gpuquotactl", "--bus", self.bus, *arguments]
+
     def ctl(self, *arguments, check=True):
-        command = [BIN / "gpuquotactl", "--bus", self.bus, *arguments]
-        return subprocess.run(command, check=check, capture_output=True, text=True)
+        return subprocess.run(self.command(*arguments), check=check, capture_output=True, text=True)
 
     def tenant(self, name):
         answer = json.loads(self.ctl("status", "--json", name).stdout)

@@ -14,6 +14,7 @@ PARTS = (
     ("memory", "Memory budgets"), ("paths", "Ways to allocate"), ("lifecycle", "Ends of processes and of the daemon"),
     ("launches", "Launch budgets"), ("time", "GPU time"), ("tail", "A service beside a neighbour"),
     ("overhead", "What governed programs pay"), ("neighbours", "Bad neighbours"), ("control", "Control plane"),
+    ("telemetry", "What is told"),
 )
 # What throw-away prototypes had measured on an H200 before the product existed, and the rows that repeat it.
 PROTOTYPES = (

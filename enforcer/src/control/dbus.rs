@@ -10,6 +10,7 @@ use zbus::{Connection, DBusError, connection::Builder, fdo};
 use super::{
     Control, Notice,
     access::Access,
+    insight::Insight,
     manager::{Manager, Shared, emit_notices},
     objects::Objects,
     peer, wire,
@@ -102,6 +103,9 @@ pub async fn serve(bus: &Bus, control: Arc<dyn Control>) -> Result<Server, Serve
 }
 
 async fn connect(bus: &Bus, shared: &Arc<Shared>) -> Result<(Connection, Objects), ServeError> {
+    let insight = Insight {
+        shared: shared.clone(),
+    };
     let manager = Manager {
         shared: shared.clone(),
         access: Access::Sender {
@@ -119,6 +123,7 @@ async fn connect(bus: &Bus, shared: &Arc<Shared>) -> Result<(Connection, Objects
         let (builder, objects) = Objects::plant(shared, builder?).await?;
         let connection = builder
             .serve_at(wire::PATH, manager)?
+            .serve_at(wire::PATH, insight)?
             .name(wire::NAME)?
             .allow_name_replacements(false)
             .replace_existing_names(false)

@@ -333,7 +333,9 @@ impl Manager {
     }
 }
 
-fn check_strings<'a>(strings: impl IntoIterator<Item = &'a str>) -> Result<(), MethodError> {
+pub(super) fn check_strings<'a>(
+    strings: impl IntoIterator<Item = &'a str>,
+) -> Result<(), MethodError> {
     match strings.into_iter().find(|s| s.len() > MAX_STRING) {
         None => Ok(()),
         Some(long) => Err(MethodError::standard(

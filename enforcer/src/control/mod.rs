@@ -6,6 +6,7 @@
 
 mod access;
 pub mod dbus;
+pub mod insight;
 pub mod launch;
 mod manager;
 pub mod memory;
@@ -19,11 +20,12 @@ pub mod wire_launch;
 pub mod wire_memory;
 pub mod wire_time;
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
 use serde::{Deserialize, Serialize};
 use tokio::sync::broadcast;
 
+use self::insight::{HeatRow, MemoryHistory};
 pub use self::{
     dbus::{ServeError, Server, serve},
     time::{Averages, Held, Pressure, TenantTime, Uncontrolled},
@@ -59,6 +61,14 @@ pub trait Control: Send + Sync + 'static {
     fn freeze(&self, tenant: &str, gpu: Option<&str>) -> Result<Held, ControlError>;
     /// Undoes [`freeze`](Self::freeze).
     fn thaw(&self, tenant: &str, gpu: Option<&str>) -> Result<Held, ControlError>;
+    /// Memory over time of one tenant or of all, on each GPU that it used in the last day.
+    fn memory_history(
+        &self,
+        tenant: Option<&str>,
+        since: Duration,
+    ) -> Result<Vec<MemoryHistory>, ControlError>;
+    /// Peaks of all tenants in equal parts of the time since then.
+    fn memory_heat_map(&self, since: Duration, columns: u32) -> Vec<HeatRow>;
     /// What the host offers and what is in use.
     fn doctor(&self) -> Vec<Finding>;
     /// The whole state for debugging, as JSON.

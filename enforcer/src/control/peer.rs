@@ -25,6 +25,7 @@ use zbus::{Guid, connection::Builder};
 
 use super::{
     access::Access,
+    insight::Insight,
     manager::{Manager, Shared, emit_notices},
     transport::Transport,
     wire,
@@ -215,6 +216,9 @@ pub(super) async fn accept(listener: UnixListener, shared: Arc<Shared>) {
 async fn serve_client(stream: UnixStream, uid: u32, shared: &Arc<Shared>, guid: Guid<'static>) {
     // Before the connection answers anything, so that no event after an answer is missed.
     let mut notices = shared.control.subscribe();
+    let insight = Insight {
+        shared: shared.clone(),
+    };
     let manager = Manager {
         shared: shared.clone(),
         access: Access::Uid(uid),
@@ -224,6 +228,7 @@ async fn serve_client(stream: UnixStream, uid: u32, shared: &Arc<Shared>, guid: 
             .server(guid)?
             .p2p()
             .serve_at(wire::PATH, manager)?
+            .serve_at(wire::PATH, insight)?
             .build()
             .await
     };

@@ -1,6 +1,6 @@
 //! Answers to users: the [`Control`] of a running daemon.
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use gpuquota_common::{
     claim,
@@ -16,7 +16,9 @@ use crate::{
     config::MemoryBackend,
     control::{
         Backend, BackendState, Control, ControlError, Finding, Gpu, Held, Notice, PolicyLoaded,
-        ProcessUse, QuotaChange, Tenant, TenantGpu, Verdict, memory::TenantMemory,
+        ProcessUse, QuotaChange, Tenant, TenantGpu, Verdict,
+        insight::{HeatRow, MemoryHistory},
+        memory::TenantMemory,
     },
     doctor,
     time::Reason,
@@ -126,6 +128,18 @@ impl Control for Enforcer {
         let mut findings = doctor::host();
         findings.extend(self.own_findings());
         findings
+    }
+
+    fn memory_history(
+        &self,
+        tenant: Option<&str>,
+        since: Duration,
+    ) -> Result<Vec<MemoryHistory>, ControlError> {
+        self.remembered(tenant, since)
+    }
+
+    fn memory_heat_map(&self, since: Duration, columns: u32) -> Vec<HeatRow> {
+        self.heat(since, columns)
     }
 
     fn dump_state(&self) -> serde_json::Value {

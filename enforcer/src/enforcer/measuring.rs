@@ -210,6 +210,16 @@ impl Enforcer {
                         let usage = self.kernel.usage(index, gpu.index).ok()?;
                         let pinned = self.kernel.usage(index, host_place(gpu.index)).ok()?;
                         let sums = self.sums(index, gpu.index);
+                        let (high_water, growth) = self
+                            .history()
+                            .track(name, gpu.index)
+                            .map_or((0, 0), |track| (track.high_water(), track.growth()));
+                        let (usual_memory, usual_time) = self
+                            .baselines()
+                            .of(name, gpu.index)
+                            .map_or((None, None), |on_gpu| {
+                                (on_gpu.memory.usual(), on_gpu.time.usual())
+                            });
                         Some(TenantGpuSample {
                             context: sums.context,
                             managed: sums.managed,
@@ -229,6 +239,10 @@ impl Enforcer {
                             memory_pressure: self.memory_pressure(index, gpu.index).into(),
                             time: self.time.status(index, gpu.index),
                             faults: self.faults().tally.of(index, gpu.index),
+                            high_water,
+                            growth,
+                            usual_memory,
+                            usual_time,
                         })
                     })
                     .collect();
@@ -242,6 +256,7 @@ impl Enforcer {
                     cgroups: cgroups.get(&index).copied().unwrap_or(0),
                     gpus,
                     launch: self.launches.usage(index),
+                    usual_launches: self.baselines().launches(name),
                 })
             })
             .collect()

@@ -51,6 +51,7 @@ impl Enforcer {
             self.start_adopting()?;
         }
         self.start_faults()?;
+        self.start_recording()?;
         // What happened while no daemon was there.
         self.sweep();
         for (tgid, _) in self.kernel.processes() {

@@ -18,7 +18,9 @@ use gpuquota_enforcer::{
     control::{
         Backend, BackendState, Control, ControlError, Finding, Gpu, Held, Notice, PolicyLoaded,
         ProcessUse, QuotaChange, Server, Tenant, TenantGpu, Uncontrolled, Verdict,
-        memory::TenantMemory, serve,
+        insight::{HeatRow, MemoryHistory},
+        memory::TenantMemory,
+        serve,
     },
 };
 use gpuquota_policy::{HostGpu, Layer, Policy, Source};
@@ -242,6 +244,41 @@ impl Control for FakeControl {
                 "bpf is not in the list of active LSMs; boot with lsm=…,bpf",
             ),
         ]
+    }
+
+    fn memory_history(
+        &self,
+        tenant: Option<&str>,
+        since: Duration,
+    ) -> Result<Vec<MemoryHistory>, ControlError> {
+        if let Some(name) = tenant {
+            self.tenant(name)?;
+        }
+        Ok(vec![MemoryHistory {
+            tenant: "vision".into(),
+            used: 12 << 30,
+            high_water: 40 << 30,
+            growth_rate: 1 << 20,
+            objects: 40,
+            small_objects: 4,
+            small_bytes: 1 << 18,
+            step_sec: 10,
+            start_usec: since.as_secs() * 1_000_000,
+            mean: vec![Some(1 << 30), None, Some(12 << 30)],
+            peak: vec![Some(2 << 30), None, Some(40 << 30)],
+            ..MemoryHistory::default()
+        }])
+    }
+
+    fn memory_heat_map(&self, _since: Duration, columns: u32) -> Vec<HeatRow> {
+        vec![HeatRow {
+            tenant: "vision".into(),
+            gpu: 0,
+            full: 40 << 30,
+            peaks: (0..u64::from(columns))
+                .map(|column| Some(column << 30))
+                .collect(),
+        }]
     }
 
     fn dump_state(&self) -> serde_json::Value {

@@ -69,6 +69,33 @@ pub enum Verb {
     },
     /// Show tenants and what they use, live; ? explains the keys
     Top(TopArgs),
+    /// Show memory of tenants over time, of the last day at most
+    History {
+        /// Only this tenant
+        tenant: Option<String>,
+        /// How far back, such as 10m or 2h; the farther, the coarser the steps
+        #[arg(long, value_name = "TIME", default_value = "10m", value_parser = span)]
+        since: Duration,
+        #[command(flatten)]
+        json: Json,
+    },
+    /// Draw memory of tenants over time as a heat map
+    Report {
+        /// How far back, such as 10m or 2h, at most a day
+        #[arg(long, value_name = "TIME", default_value = "2h", value_parser = span)]
+        since: Duration,
+        /// Where to: a name that ends in .svg or .html; standard output (SVG) without it
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+        output: Option<PathBuf>,
+    },
+    /// Record utilisation, memory, power and tenants at steps of milliseconds into a file
+    #[command(after_help = "\
+Example:
+  gpuquotactl record --for 30s --interval 5ms --output steps.csv --plot steps.svg
+
+NVML is asked by this command itself, so that it costs something only while it runs. A pace that NVML cannot keep is
+refused, and the one that was kept is told at the end.")]
+    Record(RecordArgs),
     /// Change properties of a tenant: all of them, or none if one is refused
     #[command(after_help = "\
 Examples:
@@ -211,6 +238,29 @@ pub struct TopArgs {
     pub width: Option<u16>,
 }
 
+/// What is recorded, and where to.
+#[derive(Debug, Args)]
+pub struct RecordArgs {
+    /// How long, from 10ms to 24h
+    #[arg(long = "for", value_name = "TIME", default_value = "30s", value_parser = recorded)]
+    pub duration: Duration,
+    /// Time between two looks, from 1ms
+    #[arg(long, value_name = "TIME", default_value = "100ms", value_parser = pace)]
+    pub interval: Duration,
+    /// One GPU, by index, instead of all
+    #[arg(long)]
+    pub gpu: Option<u32>,
+    /// Where to, as comma-separated values
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub output: PathBuf,
+    /// Draw it into this file too (SVG)
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub plot: Option<PathBuf>,
+    /// The NVML library, where the loader does not find it
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub nvml_library: Option<PathBuf>,
+}
+
 /// How pods are found, and where their tenants go.
 #[derive(Debug, Args)]
 pub struct KubernetesArgs {
@@ -298,6 +348,31 @@ fn property(text: &str) -> Result<(String, String), String> {
         }
         _ => Err("write KEY=VALUE, such as memory.max=20GiB".into()),
     }
+}
+
+/// A time as policies have it, from a second to a day.
+fn span(text: &str) -> Result<Duration, String> {
+    within(text, Duration::from_secs(1), Duration::from_hours(24))
+}
+
+fn recorded(text: &str) -> Result<Duration, String> {
+    within(text, Duration::from_millis(10), Duration::from_hours(24))
+}
+
+fn pace(text: &str) -> Result<Duration, String> {
+    within(text, Duration::from_millis(1), Duration::from_hours(1))
+}
+
+fn within(text: &str, least: Duration, most: Duration) -> Result<Duration, String> {
+    let span = gpuquota_policy::parse_duration(text).map_err(|error| error.to_string())?;
+    if (least..=most).contains(&span) {
+        return Ok(span);
+    }
+    Err(format!(
+        "allowed is {} to {}",
+        gpuquota_policy::format_duration(least),
+        gpuquota_policy::format_duration(most)
+    ))
 }
 
 fn interval(text: &str) -> Result<Duration, String> {

@@ -54,6 +54,12 @@ pub enum Error {
     /// A live view was asked for where there is no terminal.
     #[error("standard input and output are no terminal; `gpuquotactl top --once` prints one frame")]
     NoTerminal,
+    /// NVML.
+    #[error("NVML: {0}")]
+    Nvml(String),
+    /// Arguments that go together in no way.
+    #[error("{0}")]
+    Usage(String),
     /// The verb did its work and the answer is bad; it was printed.
     #[error("")]
     Reported(u8),
@@ -71,13 +77,14 @@ impl Error {
                 BAD_CONFIGURATION
             }
             Self::Client(ClientError::Refused { name, .. }) if is(name, "BadProperty") => 2,
-            Self::NoTerminal => 2,
+            Self::NoTerminal | Self::Usage(_) => 2,
             Self::File { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
                 NOT_PERMITTED
             }
             Self::Run(error) => run_code(error),
             Self::Reported(code) => *code,
             Self::Client(_)
+            | Self::Nvml(_)
             | Self::File { .. }
             | Self::NoSuchTenant(_)
             | Self::Kubernetes(_)

@@ -5,12 +5,15 @@ mod change;
 mod error;
 mod faults;
 mod generate;
+mod history;
 mod kubernetes;
 mod launches;
 mod monitor;
 mod output;
 mod policy;
 mod read;
+mod record;
+mod report;
 mod run;
 mod top;
 
@@ -57,6 +60,15 @@ async fn dispatch(bus: &Bus, verb: Verb) -> Result<(), Error> {
                 (None, None) => Which::All,
             };
             read::status(&connect().await?, which, json.json).await
+        }
+        Verb::History {
+            tenant,
+            since,
+            json,
+        } => history::history(&connect().await?, tenant.as_deref(), since, json.json).await,
+        Verb::Record(arguments) => record::record(&connect().await?, &arguments).await,
+        Verb::Report { since, output } => {
+            report::report(&connect().await?, since, output.as_ref()).await
         }
         Verb::SetProperty {
             tenant,

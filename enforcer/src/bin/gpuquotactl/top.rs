@@ -3,11 +3,16 @@
 //! [`model`] is the state and what keys do to it, [`view`] draws it; both are pure. Here is the terminal: keys,
 //! the clock, the daemon, and the promise that the terminal is left as it was.
 
+mod heat;
 mod model;
 mod view;
 
 use std::{
     io::{self, IsTerminal as _},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -29,7 +34,7 @@ use tokio::{
 };
 
 pub use self::model::Sort;
-use self::model::{Data, Flow, Model};
+use self::model::{Data, Flow, Model, Page};
 use crate::{
     args::TopArgs,
     error::Error,
@@ -45,7 +50,7 @@ const WIDTH: u16 = 80;
 pub async fn top(bus: &Bus, arguments: &TopArgs) -> Result<(), Error> {
     let client = Client::connect(bus).await?;
     let mut model = Model::new(arguments.sort, arguments.filter.clone().unwrap_or_default());
-    model.show(read(&client).await?);
+    model.show(read(&client, false).await?);
     if arguments.once {
         return print(&frame(&mut model, arguments.width, Screen::stdout()));
     }
@@ -59,10 +64,17 @@ pub async fn top(bus: &Bus, arguments: &TopArgs) -> Result<(), Error> {
     end
 }
 
-async fn read(client: &Client) -> Result<Data, Error> {
+/// Asks the daemon, about the time before now too if `heat` says so.
+async fn read(client: &Client, heat: bool) -> Result<Data, Error> {
+    let heat = if heat {
+        client.memory_heat_map(heat::SINCE, heat::COLUMNS).await?
+    } else {
+        Vec::new()
+    };
     Ok(Data {
         gpus: client.gpus().await?,
         tenants: client.tenants().await?,
+        heat,
         at: Instant::now(),
     })
 }
@@ -111,7 +123,8 @@ async fn live(
     every: Duration,
 ) -> Result<(), Error> {
     let mut events = keys();
-    let mut answers = watch(bus.clone(), client, every);
+    let wants_heat = Arc::new(AtomicBool::new(false));
+    let mut answers = watch(bus.clone(), client, every, Arc::clone(&wants_heat));
     let mut terminate = signal(SignalKind::terminate()).map_err(Error::Start)?;
     let mut hangup = signal(SignalKind::hangup()).map_err(Error::Start)?;
     let look = view::Look {
@@ -128,6 +141,7 @@ async fn live(
                     if model.key(key) == Flow::Quit {
                         return Ok(());
                     }
+                    wants_heat.store(*model.page() == Page::Heat, Ordering::Relaxed);
                 }
                 // A change of size is drawn, whatever else there is means nothing here.
                 Some(Ok(_)) => {}
@@ -161,7 +175,12 @@ fn keys() -> mpsc::Receiver<io::Result<Event>> {
 }
 
 /// The daemon's answers. One that is away is looked for until it is back.
-fn watch(bus: Bus, client: Client, every: Duration) -> mpsc::Receiver<Result<Data, String>> {
+fn watch(
+    bus: Bus,
+    client: Client,
+    every: Duration,
+    wants_heat: Arc<AtomicBool>,
+) -> mpsc::Receiver<Result<Data, String>> {
     let (sender, receiver) = mpsc::channel(1);
     tokio::spawn(async move {
         let mut client = Some(client);
@@ -170,7 +189,7 @@ fn watch(bus: Bus, client: Client, every: Duration) -> mpsc::Receiver<Result<Dat
         clock.tick().await;
         loop {
             clock.tick().await;
-            let answer = ask(&bus, &mut client)
+            let answer = ask(&bus, &mut client, wants_heat.load(Ordering::Relaxed))
                 .await
                 .map_err(|error| error.to_string());
             if answer.is_err() {
@@ -184,10 +203,10 @@ fn watch(bus: Bus, client: Client, every: Duration) -> mpsc::Receiver<Result<Dat
     receiver
 }
 
-async fn ask(bus: &Bus, client: &mut Option<Client>) -> Result<Data, Error> {
+async fn ask(bus: &Bus, client: &mut Option<Client>, heat: bool) -> Result<Data, Error> {
     let client = match client {
         Some(client) => client.clone(),
         None => client.insert(Client::connect(bus).await?).clone(),
     };
-    read(&client).await
+    read(&client, heat).await
 }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use clap::ValueEnum;
-use gpuquota_enforcer::control::{Gpu, Tenant, TenantGpu};
+use gpuquota_enforcer::control::{Gpu, Tenant, TenantGpu, insight::HeatRow};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 /// What the daemon told.
@@ -15,6 +15,8 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 pub struct Data {
     pub gpus: Vec<Gpu>,
     pub tenants: Vec<Tenant>,
+    /// Memory over time; only asked for while it is shown.
+    pub heat: Vec<HeatRow>,
     /// When.
     pub at: Instant,
 }
@@ -24,6 +26,7 @@ impl Default for Data {
         Self {
             gpus: Vec::new(),
             tenants: Vec::new(),
+            heat: Vec::new(),
             at: Instant::now(),
         }
     }
@@ -68,6 +71,8 @@ pub enum Page {
     Tenants,
     /// The processes of a tenant.
     Processes(String),
+    /// Memory of tenants over time.
+    Heat,
     Help,
 }
 
@@ -188,6 +193,7 @@ impl Model {
             KeyCode::Char('q') => return Flow::Quit,
             KeyCode::Esc | KeyCode::Left | KeyCode::Backspace => self.back(),
             KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.page = Page::Help,
+            KeyCode::Char('m') if self.page == Page::Heat => self.back(),
             KeyCode::Char('p' | ' ') => self.paused = !self.paused,
             KeyCode::Up | KeyCode::Char('k') => self.step(-1),
             KeyCode::Down | KeyCode::Char('j') => self.step(1),
@@ -208,6 +214,10 @@ impl Model {
                     self.page = Page::Processes(name);
                     self.top = 0;
                 }
+            }
+            KeyCode::Char('m') => {
+                self.page = Page::Heat;
+                self.top = 0;
             }
             KeyCode::Char('/') => self.typing = true,
             KeyCode::Char('s') => self.sort = self.sort.next(),
@@ -236,7 +246,7 @@ impl Model {
     fn back(&mut self) {
         match self.page {
             Page::Tenants => self.filter.clear(),
-            Page::Processes(_) | Page::Help => {
+            Page::Processes(_) | Page::Heat | Page::Help => {
                 self.page = Page::Tenants;
                 self.top = 0;
             }
@@ -248,8 +258,13 @@ impl Model {
     }
 
     fn step(&mut self, by: isize) {
-        if let Page::Processes(_) = self.page {
-            let last = self.processes().len().saturating_sub(self.room);
+        let lines = match self.page {
+            Page::Processes(_) => Some(self.processes().len()),
+            Page::Heat => Some(self.data.heat.len()),
+            Page::Tenants | Page::Help => None,
+        };
+        if let Some(lines) = lines {
+            let last = lines.saturating_sub(self.room);
             self.top = self.top.saturating_add_signed(by).min(last);
             return;
         }
@@ -410,6 +425,10 @@ impl Model {
         &self.page
     }
 
+    pub fn heat(&self) -> &[HeatRow] {
+        &self.data.heat
+    }
+
     pub fn gpus(&self) -> &[Gpu] {
         &self.data.gpus
     }
@@ -517,6 +536,7 @@ pub(super) mod tests {
         let json = include_str!("example.json");
         let data: (Vec<Gpu>, Vec<Tenant>) = serde_json::from_str(json).expect("an example");
         Data {
+            heat: Vec::new(),
             gpus: data.0,
             tenants: data.1,
             at: Instant::now(),

@@ -10,7 +10,10 @@ use ratatui::{
     text::{Line, Span},
 };
 
-use super::model::{Model, Page, Row, share};
+use super::{
+    heat,
+    model::{Model, Page, Row, share},
+};
 use crate::output::{Screen, clean, counted};
 
 /// Narrower screens are cut off at the right.
@@ -58,6 +61,21 @@ impl Look {
         } else {
             Style::new()
         }
+    }
+
+    /// Text that stands out.
+    pub fn strong(self, text: String) -> Span<'static> {
+        self.span(text, Tone::Strong)
+    }
+
+    /// A cell of a heat map: a mark, on a colour where there are colours.
+    pub fn heat(self, mark: char, colour: Color) -> Span<'static> {
+        let style = if self.screen.has_colour() {
+            Style::new().bg(colour)
+        } else {
+            Style::new()
+        };
+        Span::styled(mark.to_string(), style)
     }
 
     /// A bar of `width` cells between brackets, full at `limit`, with a mark at `mark`.
@@ -115,6 +133,7 @@ pub fn draw(model: &mut Model, look: Look, area: Rect, buffer: &mut Buffer) {
     lines.extend(match model.page().clone() {
         Page::Tenants => tenants(model, look, width, room),
         Page::Processes(name) => processes(model, &name, look, room),
+        Page::Heat => heat::lines(model, look, width, room),
         Page::Help => help(),
     });
     lines.truncate(usize::from(area.height).saturating_sub(foot.len()));
@@ -457,9 +476,9 @@ fn foot_line(model: &Model, look: Look) -> Line<'static> {
     let text = match model.page() {
         _ if model.filter().1 => "type to filter   Enter keep   Esc drop",
         Page::Tenants => {
-            "Enter processes  / filter  s sort  t tree  i idle  p pause  ? help  q quit"
+            "Enter processes  m heat map  / filter  s sort  i idle  p pause  ? help  q quit"
         }
-        Page::Processes(_) => "Up Down scroll  Esc back  p pause  q quit",
+        Page::Processes(_) | Page::Heat => "Up Down scroll  Esc back  p pause  q quit",
         Page::Help => "any key goes back",
     };
     Line::from(look.span(text, Tone::Faint))
@@ -477,6 +496,7 @@ fn help() -> Vec<Line<'static>> {
         "  Up Down k j, PgUp PgDn, Home End    select",
         "  Enter Right                         processes of the selected tenant",
         "  Esc Left                            back; drops the filter",
+        "  m                                   memory of the last ten minutes",
         "  /                                   filter by name, cgroup or class",
         "  s r                                 next order, reverse it",
         "  t                                   tree or flat list",

@@ -1,0 +1,61 @@
+//! The energy of tenants, of nobody and of others adds up to the board's.
+
+use std::{
+    io::{Read as _, Write as _},
+    net::TcpStream,
+    thread,
+    time::Duration,
+};
+
+use gpuquota_native_tests::Bed;
+
+/// Joules of the board, and of everybody who is told apart, on GPU 0.
+fn scrape(address: &str) -> (f64, f64) {
+    let mut stream = TcpStream::connect(address).expect("the endpoint");
+    stream
+        .write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        .expect("written");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("UTF-8");
+    let (mut board, mut parts) = (0.0, 0.0);
+    for line in answer.lines().filter(|line| line.contains("gpu=\"0\"")) {
+        let Some((name, value)) = line.rsplit_once(' ') else {
+            continue;
+        };
+        let value: f64 = value.parse().unwrap_or(0.0);
+        if name.starts_with("gpuquota_gpu_energy_joules_total") {
+            board = value;
+        } else if name.contains("energy") && name.contains("_joules_total{") {
+            parts += value;
+        }
+    }
+    (board, parts)
+}
+
+/// What ran between two looks while nobody uses the GPU is told within one percent, and to whom.
+#[test]
+fn energies_add_up_to_the_boards_within_a_percent() {
+    let mut bed = Bed::new(
+        "[tenant.a]\ncgroup = \"@/a.slice\"\n[tenant.b]\ncgroup = \"@/b.slice\"\ntime.weight = 300\n",
+    );
+    let address = bed.offer_metrics();
+    let mut actors = [bed.actor("a"), bed.actor("b")];
+    for actor in &mut actors {
+        assert_eq!(actor.tell("context"), "context");
+    }
+    // A look with the contexts there, and idle: from here on everything is told apart.
+    thread::sleep(Duration::from_secs(3));
+    let (board, parts) = scrape(&address);
+    for actor in &mut actors {
+        actor.order("launch --rate max --kernel-us 500 --for 8000ms");
+    }
+    for actor in &mut actors {
+        assert!(!actor.answer().is_empty());
+    }
+    thread::sleep(Duration::from_secs(3));
+    let (board_after, parts_after) = scrape(&address);
+    let (used, told) = (board_after - board, parts_after - parts);
+    // Eight seconds of work are 5 kJ on this board.
+    assert!(used > 3000.0, "{used}");
+    assert!((told / used - 1.0).abs() < 0.01, "{told} of {used} J");
+}
