@@ -15,7 +15,7 @@ fn sources() -> Vec<Source> {
         );
         text
     });
-    vec![Source::new("/policy.d/50.toml", Layer::Admin, &text)]
+    vec![Source::new("/policy.d/50.toml", Layer::Admin, text)]
 }
 
 fn host() -> Host {
