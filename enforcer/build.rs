@@ -36,9 +36,11 @@ fn main() -> Result<()> {
         .status()
         .context("cannot run cargo for the eBPF programs")?;
     ensure!(status.success(), "the eBPF programs do not build: {status}");
-    let object = target_dir.join("bpfel-unknown-none/release/gpuquota-ebpf");
-    std::fs::copy(&object, out.join("gpuquota-ebpf"))
-        .with_context(|| format!("cannot copy {}", object.display()))?;
+    for name in ["gpuquota-ebpf", "gpuquota-insight"] {
+        let object = target_dir.join("bpfel-unknown-none/release").join(name);
+        std::fs::copy(&object, out.join(name))
+            .with_context(|| format!("cannot copy {}", object.display()))?;
+    }
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 //! [`map`] and [`event`] hold the layouts that cross the border, with tests for size and offsets;
 //! [`op`] names the ledger operations that user space asks the kernel side to perform; [`nvidia`]
 //! is the driver's ABI as far as it is decoded, and [`rm`] decodes it, for both sides alike; [`launch`] is all of
-//! launch budgets, [`waiting`] of the queue of allocations that wait, [`claim`] of what is reserved.
+//! launch budgets, [`waiting`] of the queue of allocations that wait, [`claim`] of what is reserved, [`insight`] of the leak finder.
 #![no_std]
 #![allow(
     clippy::cast_possible_truncation,
@@ -17,6 +17,7 @@
 pub mod claim;
 pub mod event;
 pub mod fault;
+pub mod insight;
 pub mod launch;
 pub mod map;
 pub mod nvidia;

@@ -14,6 +14,7 @@ use crate::{
     control::{
         Backend, Finding, Gpu, Held, Notice, PolicyLoaded, QuotaChange, Tenant,
         insight::{self, HeatRow, HeatTuple, HistoryDict, MemoryHistory},
+        leaks::{LeakReport, Target},
         wire::{self, GpuDict, TenantDict, Triple},
         wire_time::{self, HeldTuple},
     },
@@ -74,6 +75,22 @@ trait Insight {
     fn memory_heat_map(&self, since_usec: u64, columns: u32) -> zbus::Result<Vec<HeatTuple>>;
 }
 
+#[proxy(
+    interface = "org.gpuquota.Enforcer1.Leaks",
+    default_service = "org.gpuquota.Enforcer1",
+    default_path = "/org/gpuquota/Enforcer1",
+    gen_blocking = false
+)]
+trait Leaks {
+    #[zbus(allow_interactive_auth)]
+    fn start_leaks(&self, target: &str, limit_usec: u64) -> zbus::Result<()>;
+    #[zbus(allow_interactive_auth)]
+    fn get_leaks(&self, target: &str) -> zbus::Result<String>;
+    #[zbus(allow_interactive_auth)]
+    fn stop_leaks(&self, target: &str) -> zbus::Result<String>;
+    fn list_leaks(&self) -> zbus::Result<Vec<String>>;
+}
+
 /// A call to the daemon failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
@@ -118,6 +135,7 @@ pub struct Client {
     bus: Bus,
     connection: Connection,
     manager: ManagerProxy<'static>,
+    leaks: LeaksProxy<'static>,
 }
 
 impl fmt::Debug for Client {
@@ -145,9 +163,13 @@ impl Client {
                 .cache_properties(proxy::CacheProperties::No)
                 .build()
                 .await?;
-            Ok((connection, manager))
+            let leaks = LeaksProxy::builder(&connection)
+                .cache_properties(proxy::CacheProperties::No)
+                .build()
+                .await?;
+            Ok((connection, manager, leaks))
         };
-        let (connection, manager) = tokio::time::timeout(CONNECT_TIMEOUT, connect)
+        let (connection, manager, leaks) = tokio::time::timeout(CONNECT_TIMEOUT, connect)
             .await
             .map_err(|_| ClientError::Timeout {
                 bus: bus.clone(),
@@ -161,6 +183,7 @@ impl Client {
             bus: bus.clone(),
             connection,
             manager,
+            leaks,
         })
     }
 
@@ -343,6 +366,38 @@ impl Client {
             .cache_properties(zbus::proxy::CacheProperties::No)
             .build();
         self.call(READ_TIMEOUT, proxy).await
+    }
+
+    /// Follows the allocations of a tenant or process for so long at most.
+    pub async fn start_leaks(&self, target: &Target, limit: Duration) -> Result<(), ClientError> {
+        let limit = u64::try_from(limit.as_micros()).unwrap_or(u64::MAX);
+        let target = target.to_string();
+        self.call(CHANGE_TIMEOUT, self.leaks.start_leaks(&target, limit))
+            .await
+    }
+
+    /// What was found so far.
+    pub async fn leaks(&self, target: &Target) -> Result<LeakReport, ClientError> {
+        let target = target.to_string();
+        let json = self
+            .call(CHANGE_TIMEOUT, self.leaks.get_leaks(&target))
+            .await?;
+        serde_json::from_str(&json).map_err(protocol)
+    }
+
+    /// Removes the probes, and tells what was found.
+    pub async fn stop_leaks(&self, target: &Target) -> Result<LeakReport, ClientError> {
+        let target = target.to_string();
+        let json = self
+            .call(CHANGE_TIMEOUT, self.leaks.stop_leaks(&target))
+            .await?;
+        serde_json::from_str(&json).map_err(protocol)
+    }
+
+    /// Whose allocations are or were followed.
+    pub async fn leak_targets(&self) -> Result<Vec<Target>, ClientError> {
+        let targets = self.call(READ_TIMEOUT, self.leaks.list_leaks()).await?;
+        Ok(targets.iter().map(|target| Target::parse(target)).collect())
     }
 
     /// The whole state of the daemon, for debugging.

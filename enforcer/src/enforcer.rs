@@ -10,6 +10,7 @@ mod closing;
 mod contexts;
 mod faulting;
 mod governing;
+mod insight;
 mod judging;
 mod launching;
 mod measuring;
@@ -49,6 +50,7 @@ use crate::{
     ending::Endings,
     high::HighWater,
     history::History,
+    insight::Leaks,
     kernel::{Kernel, KernelError, PinDir},
     launch::{Launches, attach},
     lifecycle::Proc,
@@ -170,6 +172,7 @@ pub struct Enforcer {
     open_files: OpenFiles,
     time: TimeControl,
     launches: Arc<Launches>,
+    leaks: Leaks,
     in_force: RwLock<InForce>,
     /// Held while a policy is being changed, from reading the files to the kernel: one change at a time.
     changing: Mutex<()>,
@@ -244,6 +247,7 @@ impl Enforcer {
             }),
             config,
             launches: Arc::new(Launches::new(Arc::clone(&kernel))),
+            leaks: Leaks::default(),
             kernel,
             hierarchy,
             telemetry,

@@ -69,9 +69,9 @@ def cost(count):
     return {"ns": passed / count}
 
 
-def code():
-    """The first instructions of cuLaunchKernel as they are in this process's memory."""
-    address = ctypes.cast(cuda.cuLaunchKernel, ctypes.c_void_p).value
+def code(function="cuLaunchKernel"):
+    """The first instructions of a function of the driver as they are in this process's memory."""
+    address = ctypes.cast(getattr(cuda, function), ctypes.c_void_p).value
     return {"code": ctypes.string_at(address, 32).hex()}
 
 

@@ -11,6 +11,7 @@ use super::{
     Control, Notice,
     access::Access,
     insight::Insight,
+    leak_finder::LeakFinder,
     manager::{Manager, Shared, emit_notices},
     objects::Objects,
     peer, wire,
@@ -113,6 +114,10 @@ async fn connect(bus: &Bus, shared: &Arc<Shared>) -> Result<(Connection, Objects
             polkit: *bus == Bus::System,
         },
     };
+    let leaks = LeakFinder {
+        shared: shared.clone(),
+        access: manager.access,
+    };
     let builder = match bus {
         Bus::System => Builder::system(),
         Bus::Session => Builder::session(),
@@ -124,6 +129,7 @@ async fn connect(bus: &Bus, shared: &Arc<Shared>) -> Result<(Connection, Objects
         let connection = builder
             .serve_at(wire::PATH, manager)?
             .serve_at(wire::PATH, insight)?
+            .serve_at(wire::PATH, leaks)?
             .name(wire::NAME)?
             .allow_name_replacements(false)
             .replace_existing_names(false)

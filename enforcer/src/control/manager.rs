@@ -25,6 +25,7 @@ use super::{
     wire::{self, GpuDict, TenantDict, Triple},
     wire_time,
 };
+use crate::insight::LeaksError;
 
 /// Longest string that a caller may pass.
 const MAX_STRING: usize = 64 << 10;
@@ -210,6 +211,26 @@ impl Shared {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Checks that the caller may change something; `what` says what to whom polkit asks.
+    pub(super) async fn authorize(
+        &self,
+        access: Access,
+        connection: &Connection,
+        header: &Header<'_>,
+        what: &str,
+    ) -> Result<(), MethodError> {
+        let _slot = self
+            .authorizations
+            .try_acquire()
+            .map_err(|_| MethodError::busy())?;
+        let checked = access.check(connection, header, what).await;
+        if let Err(denied) = &checked {
+            let sender = header.sender().map(tracing::field::display);
+            tracing::info!(sender, %denied, "refused to {what}");
+        }
+        Ok(checked?)
+    }
+
     /// Runs a call on a thread where it may block.
     pub(super) async fn call<T: Send + 'static>(
         &self,
@@ -254,7 +275,7 @@ impl MethodError {
         )
     }
 
-    fn failed(text: impl Into<String>) -> Self {
+    pub(super) fn failed(text: impl Into<String>) -> Self {
         Self::standard("Failed", text)
     }
 }
@@ -269,6 +290,11 @@ impl From<ControlError> for MethodError {
             ControlError::BadPolicy(_) => "BadPolicy",
             ControlError::BadProperty(_) => "BadProperty",
             ControlError::Time(_) => "NotControlled",
+            ControlError::Leaks(error) => match error {
+                LeaksError::Duration => "BadProperty",
+                LeaksError::NoLook(_) => "NoSuchLook",
+                _ => "NotFollowed",
+            },
             ControlError::Io { .. } => "IO",
             ControlError::Kernel(_) => "Kernel",
         };
@@ -312,24 +338,15 @@ pub(super) struct Manager {
 }
 
 impl Manager {
-    /// Checks that the caller may change `tenant` (or everything).
     async fn authorize(
         &self,
         connection: &Connection,
         header: &Header<'_>,
         what: &str,
     ) -> Result<(), MethodError> {
-        let _slot = self
-            .shared
-            .authorizations
-            .try_acquire()
-            .map_err(|_| MethodError::busy())?;
-        let checked = self.access.check(connection, header, what).await;
-        if let Err(denied) = &checked {
-            let sender = header.sender().map(tracing::field::display);
-            tracing::info!(sender, %denied, "refused to {what}");
-        }
-        Ok(checked?)
+        self.shared
+            .authorize(self.access, connection, header, what)
+            .await
     }
 }
 

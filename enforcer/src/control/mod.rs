@@ -8,6 +8,8 @@ mod access;
 pub mod dbus;
 pub mod insight;
 pub mod launch;
+mod leak_finder;
+pub mod leaks;
 mod manager;
 pub mod memory;
 mod objects;
@@ -71,6 +73,14 @@ pub trait Control: Send + Sync + 'static {
     fn memory_heat_map(&self, since: Duration, columns: u32) -> Vec<HeatRow>;
     /// What the host offers and what is in use.
     fn doctor(&self) -> Vec<Finding>;
+    /// Follows the allocations of processes for so long at most, see [`crate::insight`].
+    fn start_leaks(&self, target: leaks::Target, limit: Duration) -> Result<(), ControlError>;
+    /// What was found so far.
+    fn leaks(&self, target: &leaks::Target) -> Result<leaks::LeakReport, ControlError>;
+    /// Removes the probes, and tells what was found.
+    fn stop_leaks(&self, target: &leaks::Target) -> Result<leaks::LeakReport, ControlError>;
+    /// Whose allocations are or were followed.
+    fn leak_targets(&self) -> Vec<leaks::Target>;
     /// The whole state for debugging, as JSON.
     fn dump_state(&self) -> serde_json::Value;
     /// What happens from now on. A receiver that does not keep up loses the oldest notices.
@@ -375,6 +385,9 @@ pub enum ControlError {
     /// GPU time is not controlled, or the driver did not do it in time.
     #[error("{0}")]
     Time(#[from] crate::time::HoldError),
+    /// Allocations are not followed.
+    #[error(transparent)]
+    Leaks(#[from] crate::insight::LeaksError),
     /// A file could not be written.
     #[error("{path}: {source}")]
     Io {

@@ -26,6 +26,7 @@ use zbus::{Guid, connection::Builder};
 use super::{
     access::Access,
     insight::Insight,
+    leak_finder::LeakFinder,
     manager::{Manager, Shared, emit_notices},
     transport::Transport,
     wire,
@@ -223,12 +224,17 @@ async fn serve_client(stream: UnixStream, uid: u32, shared: &Arc<Shared>, guid: 
         shared: shared.clone(),
         access: Access::Uid(uid),
     };
+    let leaks = LeakFinder {
+        shared: shared.clone(),
+        access: manager.access,
+    };
     let build = async {
         Builder::socket(Transport(stream))
             .server(guid)?
             .p2p()
             .serve_at(wire::PATH, manager)?
             .serve_at(wire::PATH, insight)?
+            .serve_at(wire::PATH, leaks)?
             .build()
             .await
     };

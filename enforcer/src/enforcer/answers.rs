@@ -18,6 +18,7 @@ use crate::{
         Backend, BackendState, Control, ControlError, Finding, Gpu, Held, Notice, PolicyLoaded,
         ProcessUse, QuotaChange, Tenant, TenantGpu, Verdict,
         insight::{HeatRow, MemoryHistory},
+        leaks::{LeakReport, Target},
         memory::TenantMemory,
     },
     doctor,
@@ -140,6 +141,22 @@ impl Control for Enforcer {
 
     fn memory_heat_map(&self, since: Duration, columns: u32) -> Vec<HeatRow> {
         self.heat(since, columns)
+    }
+
+    fn start_leaks(&self, target: Target, limit: Duration) -> Result<(), ControlError> {
+        self.start_look(target, limit)
+    }
+
+    fn leaks(&self, target: &Target) -> Result<LeakReport, ControlError> {
+        Ok(self.leaks.report(target)?)
+    }
+
+    fn stop_leaks(&self, target: &Target) -> Result<LeakReport, ControlError> {
+        Ok(self.leaks.stop(target)?)
+    }
+
+    fn leak_targets(&self) -> Vec<Target> {
+        self.leaks.targets()
     }
 
     fn dump_state(&self) -> serde_json::Value {
@@ -379,6 +396,7 @@ impl Enforcer {
         }
         findings.extend(self.kernel.passed_over().ok().and_then(doctor::passed_over));
         findings.extend(self.launches.findings());
+        findings.push(self.leak_finding());
         findings.extend(self.ungoverned());
         let now = self.read();
         findings.extend(

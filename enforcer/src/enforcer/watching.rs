@@ -47,6 +47,7 @@ impl Enforcer {
         // Before anything else: nobody stays frozen because an earlier daemon is gone.
         self.start_time()?;
         let launches = self.start_launches()?;
+        self.offer_insight();
         if self.known_driver {
             self.start_adopting()?;
         }
@@ -130,7 +131,7 @@ impl Enforcer {
         let outcome = match event.kind {
             kind::PROCESS_NEW => {
                 reaper.watch(event.tgid);
-                self.launches.seen(event.tgid);
+                self.seen(event.tgid);
                 Ok(())
             }
             kind::PROCESS_EXIT => {
@@ -138,7 +139,7 @@ impl Enforcer {
                 Ok(())
             }
             kind::CHANNEL_NEW => {
-                self.launches.seen(event.tgid);
+                self.seen(event.tgid);
                 self.expect_context(event)
             }
             kind::PROCESS_EXEC => {
@@ -217,6 +218,12 @@ impl Enforcer {
             }),
             _ => None,
         }
+    }
+
+    /// A process has spoken to the driver, or made a channel.
+    fn seen(&self, tgid: u32) {
+        self.launches.seen(tgid);
+        self.leaks.seen(tgid);
     }
 
     fn processes_gone(&self, gone: &BTreeSet<u32>) {
@@ -331,6 +338,7 @@ impl Watch {
         {
             error!("the event thread panicked");
         }
+        self.enforcer.leaks.end();
         drop(self.launches);
         self.enforcer.time.stop();
     }

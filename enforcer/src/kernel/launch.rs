@@ -5,7 +5,7 @@
 
 use std::{
     collections::HashMap as StdHashMap,
-    os::fd::{OwnedFd, RawFd},
+    os::fd::RawFd,
     path::Path,
     sync::{Mutex, MutexGuard, PoisonError},
 };
@@ -13,7 +13,7 @@ use std::{
 use aya::{
     Ebpf,
     maps::{Array, HashMap, Map, MapData, RingBuf},
-    programs::{ProbeKind, UProbe, links::FdLink},
+    programs::{ProbeKind, UProbe},
 };
 use gpuquota_common::{
     launch::{Bucket, Calls, Done, Gaps, Limit, MAX_SLOTS, Settings, Slot},
@@ -322,15 +322,6 @@ impl LaunchProgram {
             _ => ProbeKind::Entry,
         }
     }
-}
-
-/// A link; letting go of it detaches.
-#[derive(Debug)]
-pub enum Probe {
-    /// To one place.
-    One(FdLink),
-    /// To all places in a file.
-    Many(OwnedFd),
 }
 
 impl LaunchMaps {

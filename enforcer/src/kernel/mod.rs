@@ -5,12 +5,14 @@
 
 mod clients;
 mod deny;
+pub mod insight;
 mod known;
 pub mod launch;
 mod leftovers;
 mod offsets;
 mod pins;
 mod preemption;
+mod probe;
 mod tracefs;
 mod ungoverned;
 mod uprobe_multi;
@@ -28,9 +30,8 @@ use aya::{
     Ebpf, EbpfLoader, RawTracePointRunOptions, TestRun as _,
     maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, RingBuf},
     programs::{
-        ProgramError, RawTracePoint, TracePoint, UProbe,
+        ProgramError, RawTracePoint, TracePoint,
         links::{FdLink, LinkError, PinnedLink},
-        uprobe::{UProbeAttachLocation, UProbeAttachPoint, UProbeScope},
     },
 };
 use gpuquota_common::{
@@ -53,6 +54,7 @@ pub use launch::{LaunchMaps, LaunchPrograms};
 pub use leftovers::Leftovers;
 pub use offsets::OffsetError;
 pub use pins::PinDir;
+pub use probe::Probe;
 pub use tracefs::{TracefsError, xid_tracepoint};
 pub use xid::XidTracepoint;
 
@@ -368,7 +370,7 @@ impl Kernel {
         (process, thread): (u32, u32),
         file: &Path,
         points: &[(u64, u64)],
-    ) -> Result<Vec<launch::Probe>, KernelError> {
+    ) -> Result<Vec<Probe>, KernelError> {
         let loaded = self.launch_programs();
         let program = match program {
             LaunchProgram::Spin if loaded.no_spin().is_some() => LaunchProgram::Launch,
@@ -380,51 +382,14 @@ impl Kernel {
             return multi
                 .program(program)
                 .attach(process, file, points, returns)
-                .map(|link| vec![launch::Probe::Many(link)])
+                .map(|link| vec![Probe::Many(link)])
                 .map_err(|source| KernelError::Probe {
                     file: file.to_owned(),
                     source,
                 });
         }
-        let mut program = self.launch_program(program)?;
-        let scope = std::num::NonZeroU32::new(thread)
-            .map_or(UProbeScope::CallingProcess, UProbeScope::OneProcess);
-        points
-            .iter()
-            .map(|&(offset, cookie)| {
-                let point = UProbeAttachPoint {
-                    location: UProbeAttachLocation::AbsoluteOffset(offset),
-                    cookie: Some(cookie),
-                };
-                let id = program
-                    .attach(point, file, scope)
-                    .map_err(program_error(name))?;
-                let link = program.take_link(id).map_err(program_error(name))?;
-                FdLink::try_from(link)
-                    .map(launch::Probe::One)
-                    .map_err(|source| KernelError::Link {
-                        program: name,
-                        source,
-                    })
-            })
-            .collect()
-    }
-
-    /// A handle of its own on a loaded launch program, so that many processes are attached to at once.
-    fn launch_program(&self, program: LaunchProgram) -> Result<UProbe, KernelError> {
-        let name = program.name();
-        let info = {
-            let ebpf = lock(&self.ebpf);
-            let program: &UProbe = ebpf
-                .program(name)
-                .ok_or(KernelError::Missing(name))?
-                .try_into()
-                .map_err(program_error(name))?;
-            program.info().map_err(program_error(name))?
-        };
-        // SAFETY: the program is one that was loaded as a uprobe of this kind from our own object.
-        unsafe { UProbe::from_program_info(info, name.into(), program.kind()) }
-            .map_err(program_error(name))
+        let mut program = probe::own_handle(&lock(&self.ebpf), name, program.kind())?;
+        probe::attach_one_by_one(&mut program, name, thread, file, points)
     }
 
     /// Fills a bucket.

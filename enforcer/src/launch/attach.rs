@@ -32,7 +32,7 @@ use crate::{
     config::LaunchSettings,
     control::Notice,
     enforcer::monotonic_ns,
-    kernel::{KernelError, launch::Probe},
+    kernel::{KernelError, Probe},
 };
 
 /// Time between two looks at everything.

@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use crate::kernel::launch::Probe;
+use crate::kernel::Probe;
 
 /// The longest that a probe waits to be detached for others to be attached.
 const PATIENCE: Duration = Duration::from_secs(2);

@@ -20,10 +20,7 @@ use super::{
     limits::Treatment,
     symbols::{self, Cost, KNOWN, Symbol, Symbols},
 };
-use crate::kernel::{
-    Kernel, KernelError,
-    launch::{LaunchProgram, Probe},
-};
+use crate::kernel::{Kernel, KernelError, Probe, launch::LaunchProgram};
 
 /// A file, as the kernel tells files apart.
 pub type FileId = (u64, u64);

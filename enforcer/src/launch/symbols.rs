@@ -177,11 +177,39 @@ pub fn find(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<Symbols>> {
     Ok(Some(symbols).filter(|found| !found.launches.is_empty()))
 }
 
-type Header = elf::FileHeader64<LittleEndian>;
-type Segment = elf::ProgramHeader64<LittleEndian>;
+/// Those functions of a list that a file exports, each with its place in the list; none for a file that is no shared
+/// object.
+pub fn find_listed(
+    file: &(impl ReadAt + ?Sized),
+    list: &[(&str, u32)],
+) -> io::Result<Vec<(Symbol, usize)>> {
+    let Some(image) = Image::open(file)? else {
+        return Ok(Vec::new());
+    };
+    let mut has_some = false;
+    for (name, _) in list {
+        if image.has(name)? {
+            has_some = true;
+            break;
+        }
+    }
+    if !has_some {
+        return Ok(Vec::new());
+    }
+    let mut found = Vec::new();
+    for (name, function) in image.functions()? {
+        if let Some(index) = list.iter().position(|(known, _)| *known == name) {
+            found.push((image.place(name, &function)?, index));
+        }
+    }
+    Ok(found)
+}
+
+pub(crate) type Header = elf::FileHeader64<LittleEndian>;
+pub(crate) type Segment = elf::ProgramHeader64<LittleEndian>;
 type Dynamic = elf::Dyn64<LittleEndian>;
-type Sym = elf::Sym64<LittleEndian>;
-const LE: LittleEndian = LittleEndian;
+pub(crate) type Sym = elf::Sym64<LittleEndian>;
+pub(crate) const LE: LittleEndian = LittleEndian;
 
 /// A shared object as the dynamic linker sees it.
 struct Image<'a, R: ?Sized> {
@@ -422,7 +450,8 @@ impl<'a, R: ReadAt + ?Sized> Image<'a, R> {
     }
 }
 
-fn read<T: Pod>(file: &(impl ReadAt + ?Sized), offset: u64) -> io::Result<T> {
+/// A structure at a place of a file.
+pub(crate) fn read<T: Pod>(file: &(impl ReadAt + ?Sized), offset: u64) -> io::Result<T> {
     let mut bytes = vec![0; size_of::<T>()];
     file.read_at(&mut bytes, offset)?;
     from_bytes::<T>(&bytes)
@@ -430,7 +459,12 @@ fn read<T: Pod>(file: &(impl ReadAt + ?Sized), offset: u64) -> io::Result<T> {
         .map_err(|()| io::ErrorKind::InvalidData.into())
 }
 
-fn read_many<T: Pod>(file: &(impl ReadAt + ?Sized), offset: u64, count: u64) -> io::Result<Vec<T>> {
+/// So many structures from a place of a file on. Their number has to be bounded before.
+pub(crate) fn read_many<T: Pod>(
+    file: &(impl ReadAt + ?Sized),
+    offset: u64,
+    count: u64,
+) -> io::Result<Vec<T>> {
     let count = usize::try_from(count).map_err(|_| io::ErrorKind::InvalidData)?;
     let mut bytes = vec![0; count * size_of::<T>()];
     file.read_at(&mut bytes, offset)?;

@@ -18,6 +18,10 @@ fn readers_print_for_people() {
     assert_snapshot!("status", stdout(&daemon.ctl(&["status"])));
     assert_snapshot!("status-vision", stdout(&daemon.ctl(&["status", "vision"])));
     assert_snapshot!("doctor", stdout(&daemon.ctl(&["doctor"])));
+    assert_snapshot!(
+        "leaks",
+        stdout(&daemon.ctl(&["leaks", "vision", "--so-far"]))
+    );
     assert_snapshot!("version", stdout(&daemon.ctl(&["version"])));
 }
 
@@ -34,6 +38,10 @@ fn readers_print_json_with_exact_numbers() {
         stdout(&daemon.ctl(&["status", "vision", "--json"]))
     );
     assert_snapshot!("doctor-json", stdout(&daemon.ctl(&["doctor", "--json"])));
+    assert_snapshot!(
+        "leaks-json",
+        stdout(&daemon.ctl(&["leaks", "vision", "--so-far", "--json"]))
+    );
     assert_snapshot!("version-json", stdout(&daemon.ctl(&["version", "--json"])));
     assert_snapshot!("reload-json", stdout(&daemon.ctl(&["reload", "--json"])));
 }

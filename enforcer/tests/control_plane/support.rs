@@ -19,6 +19,7 @@ use gpuquota_enforcer::{
         Backend, BackendState, Control, ControlError, Finding, Gpu, Held, Notice, PolicyLoaded,
         ProcessUse, QuotaChange, Server, Tenant, TenantGpu, Uncontrolled, Verdict,
         insight::{HeatRow, MemoryHistory},
+        leaks::{LeakFrame, LeakGaps, LeakProcess, LeakReport, LeakSite, Target},
         memory::TenantMemory,
         serve,
     },
@@ -86,6 +87,48 @@ fn memory_value(key: &str, value: &str) -> Result<Option<u64>, ControlError> {
     } else {
         memory.high
     })
+}
+
+/// A look that has found something.
+fn leaks(target: &Target) -> LeakReport {
+    let frame = |function: Option<&str>| LeakFrame {
+        function: function.map(str::to_owned),
+        file: "/opt/train".into(),
+        address: 0x1234,
+    };
+    LeakReport {
+        target: target.clone(),
+        running: false,
+        elapsed_usec: 60_000_000,
+        limit_usec: 60_000_000,
+        processes: vec![LeakProcess {
+            pid: 4242,
+            comm: "train".into(),
+            files: vec!["/usr/lib/libcuda.so.1".into()],
+            ended: false,
+            trouble: None,
+        }],
+        sites: vec![LeakSite {
+            call: "cuMemAlloc_v2".into(),
+            frames: vec![frame(Some("keep_activations")), frame(None)],
+            cut: true,
+            live: 60,
+            live_bytes: 60 << 20,
+            peak_bytes: 60 << 20,
+            allocations: 61,
+            allocated_bytes: 61 << 20,
+            oldest_usec: Some(59_000_000),
+            median_usec: Some(30_000_000),
+            growth: Some(f64::from(1 << 20)),
+            survival: vec![(1000, 1.0), (4000, 0.98)],
+        }],
+        gaps: LeakGaps {
+            lost: 3,
+            older_frees: 2,
+            unnamed: vec!["/opt/train".into()],
+            ..LeakGaps::default()
+        },
+    }
 }
 
 impl Control for FakeControl {
@@ -220,6 +263,25 @@ impl Control for FakeControl {
     fn thaw(&self, tenant: &str, _gpu: Option<&str>) -> Result<Held, ControlError> {
         self.tenant(tenant)?;
         Ok(Held::default())
+    }
+
+    fn start_leaks(&self, target: Target, _limit: Duration) -> Result<(), ControlError> {
+        match target {
+            Target::Tenant(name) => self.tenant(&name).map(drop),
+            Target::Process(pid) => Err(ControlError::NoSuchProcess(pid)),
+        }
+    }
+
+    fn leaks(&self, target: &Target) -> Result<LeakReport, ControlError> {
+        Ok(leaks(target))
+    }
+
+    fn stop_leaks(&self, target: &Target) -> Result<LeakReport, ControlError> {
+        Ok(leaks(target))
+    }
+
+    fn leak_targets(&self) -> Vec<Target> {
+        vec![Target::Tenant("vision".into())]
     }
 
     fn doctor(&self) -> Vec<Finding> {

@@ -141,6 +141,15 @@ The change takes effect at once and is kept in a drop-in; files of the administr
     /// Look at policy files; works without the daemon
     #[command(subcommand)]
     Policy(PolicyCommand),
+    /// Find what a tenant or process allocates on GPUs and does not free, by call site
+    #[command(after_help = "\
+Examples:
+  gpuquotactl leaks vision --for 10min
+  gpuquotactl leaks 4711 --for 1min --pprof heap.pb --folded heap.txt
+  gpuquotactl leaks vision --so-far      while another one is looking
+
+Probes go into the processes and are gone when the time is over. Memory that was obtained before is not seen.")]
+    Leaks(LeaksArgs),
     /// Tell what this host offers, what is in use, and why the rest is not
     Doctor(Json),
     /// Make tenants of the pods of a Kubernetes node, by their annotations
@@ -216,6 +225,32 @@ pub enum PolicyCommand {
         #[command(flatten)]
         json: Json,
     },
+}
+
+/// Whose leaks, and for how long.
+#[derive(Debug, Args)]
+pub struct LeaksArgs {
+    /// A tenant, or a process by its number; without one, those that are looked at are listed
+    #[arg(value_name = "TENANT|PID")]
+    pub target: Option<String>,
+    /// How long to look, such as 30s, 10min or 2h
+    #[arg(long = "for", value_name = "DURATION", default_value = "30s", value_parser = duration)]
+    pub duration: Duration,
+    /// Show what a look that goes on has found so far
+    #[arg(long, requires = "target", conflicts_with = "stop")]
+    pub so_far: bool,
+    /// End a look and show what it has found
+    #[arg(long, requires = "target")]
+    pub stop: bool,
+    /// Write a profile for pprof
+    #[arg(long, value_name = "FILE", requires = "target", value_hint = ValueHint::FilePath)]
+    pub pprof: Option<PathBuf>,
+    /// Write folded stacks for flame graphs
+    #[arg(long, value_name = "FILE", requires = "target", value_hint = ValueHint::FilePath)]
+    pub folded: Option<PathBuf>,
+    /// Print JSON: exact bytes, no colours
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// How `top` looks.
@@ -380,6 +415,22 @@ fn interval(text: &str) -> Result<Duration, String> {
         Ok(seconds) if (0.1..=3600.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
         _ => Err("a number of seconds from 0.1 to 3600".into()),
     }
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    let wrong = || "a number and a unit: 30s, 10min, 2h".to_owned();
+    let at = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(wrong)?;
+    let number: u64 = text[..at].parse().map_err(|_| wrong())?;
+    let unit = match &text[at..] {
+        "s" => 1,
+        "min" | "m" => 60,
+        "h" => 3600,
+        _ => return Err(wrong()),
+    };
+    number
+        .checked_mul(unit)
+        .map(Duration::from_secs)
+        .ok_or_else(wrong)
 }
 
 fn selector(text: &str) -> Result<GpuSelector, String> {

@@ -8,6 +8,7 @@ mod generate;
 mod history;
 mod kubernetes;
 mod launches;
+mod leaks;
 mod monitor;
 mod output;
 mod policy;
@@ -102,6 +103,7 @@ async fn dispatch(bus: &Bus, verb: Verb) -> Result<(), Error> {
             files,
             json,
         }) => policy::explain(&files, &tenant, gpu.as_ref(), bus, json.json).await,
+        Verb::Leaks(arguments) => leaks::leaks(&connect().await?, &arguments).await,
         Verb::Doctor(json) => read::doctor(bus, json.json).await,
         Verb::KubernetesSync(arguments) => kubernetes::sync(bus, &arguments).await,
         Verb::Version(json) => read::version(bus, json.json).await,

@@ -1,0 +1,322 @@
+//! The leak finder on an unmodified program: a planted leak is named by its stack, what is freed is not, and nothing is
+//! left in the process when nobody looks.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::fs::FileExt as _,
+    path::PathBuf,
+    process::Command,
+    sync::OnceLock,
+    thread,
+    time::{Duration, Instant},
+};
+
+use gpuquota_enforcer::{
+    control::leaks::{LeakReport, LeakSite, Target},
+    insight::calls::ALLOCATIONS,
+    launch::symbols,
+};
+use gpuquota_native_tests::{Actor, Bed, PATIENCE, binary};
+
+const POLICY: &str = "[tenant.a]\ncgroup = \"@/a.slice\"\n[tenant.b]\ncgroup = \"@/b.slice\"\n";
+const LONG: Duration = Duration::from_mins(10);
+
+/// The client with the leak: optimized, and without frame pointers, as programs are shipped.
+fn leaky() -> PathBuf {
+    static COMPILED: OnceLock<PathBuf> = OnceLock::new();
+    let path = COMPILED.get_or_init(|| {
+        let out = binary(&format!("leaky-{}", std::process::id()));
+        let compiled = Command::new(std::env::var_os("RUSTC").unwrap_or("rustc".into()))
+            .args([
+                "--edition",
+                "2024",
+                "-O",
+                "-C",
+                "force-frame-pointers=no",
+                "-o",
+            ])
+            .arg(&out)
+            .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/leaky.rs"))
+            .status()
+            .expect("rustc");
+        assert!(compiled.success());
+        out
+    });
+    path.clone()
+}
+
+/// The client in a tenant, with a context.
+fn client(bed: &Bed, tenant: &str) -> Actor {
+    let mut command = bed.run_command(tenant);
+    command.arg(leaky());
+    let mut actor = Actor::start(command);
+    assert_eq!(actor.tell("context"), "did context");
+    actor
+}
+
+/// The instruction at the entry of a function in a library of a process.
+fn instruction(pid: u32, function: &str) -> u8 {
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).expect("a process");
+    let hex = |text: &str| u64::from_str_radix(text, 16).expect("hexadecimal");
+    for line in maps.lines().filter(|line| line.contains(" r-xp ")) {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let file = fields.get(5).and_then(|path| fs::File::open(path).ok());
+        let found = file.and_then(|file| symbols::find_listed(&file, ALLOCATIONS).ok());
+        let found = found.unwrap_or_default();
+        let Some((symbol, _)) = found.iter().find(|(symbol, _)| symbol.name == function) else {
+            continue;
+        };
+        let (from, to) = fields[0].split_once('-').expect("a range");
+        let mapped = hex(fields[2])..hex(fields[2]) + (hex(to) - hex(from));
+        if mapped.contains(&symbol.entry) {
+            let mut byte = [0];
+            fs::File::open(format!("/proc/{pid}/mem"))
+                .and_then(|memory| {
+                    memory.read_exact_at(&mut byte, hex(from) + symbol.entry - mapped.start)
+                })
+                .expect("readable");
+            return byte[0];
+        }
+    }
+    panic!("process {pid} has no {function}")
+}
+
+fn has_breakpoint(pid: u32) -> bool {
+    instruction(pid, "cuMemAlloc_v2") == 0xcc
+}
+
+/// Maps and programs that the daemon has, by the kernel's numbers.
+fn loaded(bed: &Bed) -> BTreeSet<String> {
+    fs::read_dir(format!("/proc/{}/fdinfo", bed.daemon_pid()))
+        .expect("the daemon runs")
+        .filter_map(|entry| fs::read_to_string(entry.ok()?.path()).ok())
+        .flat_map(|text| {
+            text.lines()
+                .filter(|line| line.starts_with("map_id") || line.starts_with("prog_id"))
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        })
+        .collect()
+}
+
+fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !condition() {
+        assert!(Instant::now() < end, "no {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn start(bed: &Bed, target: &Target) {
+    bed.call(async |client| client.start_leaks(target, LONG).await)
+        .expect("a look");
+}
+
+fn report(bed: &Bed, target: &Target) -> LeakReport {
+    bed.call(async |client| client.leaks(target).await)
+        .expect("a look")
+}
+
+fn stop(bed: &Bed, target: &Target) -> LeakReport {
+    bed.call(async |client| client.stop_leaks(target).await)
+        .expect("a look")
+}
+
+/// Names of the functions on a stack, the innermost first.
+fn names(site: &LeakSite) -> Vec<String> {
+    site.frames.iter().map(ToString::to_string).collect()
+}
+
+/// The call site whose stack has a function.
+fn site<'a>(report: &'a LeakReport, function: &str) -> &'a LeakSite {
+    report
+        .sites
+        .iter()
+        .find(|site| names(site).iter().any(|name| name == function))
+        .unwrap_or_else(|| panic!("no {function} in {report:#?}"))
+}
+
+#[test]
+fn a_planted_leak_is_named_by_its_stack() {
+    let bed = Bed::new(POLICY);
+    let mut actor = client(&bed, "a");
+    let pid = actor.workload_pid();
+    let target = Target::Tenant("a".into());
+    let before = loaded(&bed);
+    assert!(!has_breakpoint(pid), "nobody looks");
+    // Before the look: not seen, and no harm when it is freed.
+    assert_eq!(actor.tell("keep 2"), "did keep 2");
+
+    start(&bed, &target);
+    wait_for("probes", || has_breakpoint(pid));
+    assert!(loaded(&bed).len() > before.len());
+    let twice = bed.call(async |client| client.start_leaks(&target, LONG).await);
+    assert!(twice.is_err(), "one look at a time");
+    assert_eq!(actor.tell("keep 5"), "did keep 5");
+    assert_eq!(actor.tell("scratch 20"), "did scratch 20");
+    wait_for("all calls", || {
+        let report = report(&bed, &target);
+        let allocations: u64 = report.sites.iter().map(|site| site.allocations).sum();
+        allocations == 25
+    });
+    let found = stop(&bed, &target);
+    let leak = &found.sites[0];
+    assert_eq!(
+        (
+            leak.call.as_str(),
+            leak.live,
+            leak.live_bytes,
+            leak.allocations
+        ),
+        ("cuMemAlloc_v2", 5, 20 << 20, 5)
+    );
+    // The whole way down to where the program begins.
+    let stack = names(leak);
+    assert_eq!(
+        stack[..2],
+        ["keep_activations", "training_step"],
+        "{stack:?}"
+    );
+    assert!(stack.iter().any(|name| name == "main"), "{stack:?}");
+    assert!(!leak.cut, "{stack:?}");
+    assert!(leak.oldest_usec >= leak.median_usec && leak.median_usec.is_some());
+    let scratch = site(&found, "scratch_buffer");
+    assert_eq!((scratch.live, scratch.allocations), (0, 20), "{scratch:?}");
+    assert_eq!(scratch.peak_bytes, 1 << 20);
+    assert_eq!(found.gaps.lost, 0, "{found:?}");
+    assert!(!found.running);
+
+    // Nothing is left: no breakpoint, no map, no program.
+    assert!(!has_breakpoint(pid));
+    wait_for("end of maps", || loaded(&bed) == before);
+    assert_eq!(actor.tell("keep 3"), "did keep 3");
+    assert_eq!(site(&report(&bed, &target), "keep_activations").live, 5);
+    assert_eq!(actor.finish(), Some(0));
+}
+
+#[test]
+fn whatever_is_given_back_is_no_leak() {
+    let bed = Bed::new(POLICY);
+    let mut actor = client(&bed, "a");
+    let target = Target::Process(actor.workload_pid());
+    start(&bed, &target);
+    wait_for("probes", || has_breakpoint(actor.workload_pid()));
+    assert_eq!(actor.tell("all"), "did all");
+    wait_for("all calls", || report(&bed, &target).sites.len() >= 9);
+    let found = stop(&bed, &target);
+    for site in &found.sites {
+        assert_eq!((site.live, site.live_bytes), (0, 0), "{site:#?}");
+        assert_eq!(site.allocations, 1, "{site:#?}");
+        assert!(
+            names(site).iter().any(|name| name == "every_way"),
+            "{site:#?}"
+        );
+    }
+    let pitch = found
+        .sites
+        .iter()
+        .find(|site| site.call == "cuMemAllocPitch_v2")
+        .expect("rows");
+    assert_eq!(
+        pitch.allocated_bytes,
+        64 * 1024,
+        "rows of 1000 bytes, aligned"
+    );
+    assert_eq!(found.gaps.older_frees, 0, "{:?}", found.gaps);
+}
+
+#[test]
+fn who_comes_later_is_followed_and_others_are_not() {
+    let bed = Bed::new(POLICY);
+    let target = Target::Tenant("a".into());
+    let mut other = client(&bed, "b");
+    start(&bed, &target);
+    let mut actor = client(&bed, "a");
+    let pid = actor.workload_pid();
+    wait_for("probes", || has_breakpoint(pid));
+    assert!(!has_breakpoint(other.workload_pid()), "of another tenant");
+    assert_eq!(other.tell("keep 9"), "did keep 9");
+    assert_eq!(actor.tell("keep 3"), "did keep 3");
+    wait_for("the leak", || {
+        report(&bed, &target)
+            .sites
+            .iter()
+            .any(|site| site.live == 3)
+    });
+    // What it held when it ended is still told.
+    assert_eq!(actor.finish(), Some(0));
+    wait_for("the end", || report(&bed, &target).processes[0].ended);
+    let found = stop(&bed, &target);
+    assert_eq!(found.processes.len(), 1);
+    assert_eq!(site(&found, "keep_activations").live, 3);
+}
+
+#[test]
+fn probes_go_with_their_time_and_with_the_daemon() {
+    let mut bed = Bed::new(POLICY);
+    let mut actor = client(&bed, "a");
+    let pid = actor.workload_pid();
+    let folder = bed.sim.scratch().to_owned();
+    let (folded, pprof) = (folder.join("folded"), folder.join("pprof"));
+    let before = loaded(&bed);
+    // The command, to its end.
+    let mut command = bed.command("gpuquotactl");
+    let looking = command
+        .args(["--bus", &bed.bus(), "leaks", "a", "--for", "2s", "--json"])
+        .arg("--folded")
+        .arg(&folded)
+        .arg("--pprof")
+        .arg(&pprof)
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("gpuquotactl");
+    wait_for("probes", || has_breakpoint(pid));
+    assert_eq!(actor.tell("keep 4"), "did keep 4");
+    let output = looking.wait_with_output().expect("its end");
+    assert!(output.status.success(), "{output:?}");
+    assert!(!has_breakpoint(pid));
+    let told: LeakReport = serde_json::from_slice(&output.stdout).expect("a report");
+    assert_eq!(site(&told, "keep_activations").live, 4);
+    let text = fs::read_to_string(&folded).expect("written");
+    assert!(
+        text.contains("training_step;keep_activations;cuMemAlloc_v2 16777216\n"),
+        "{text}"
+    );
+    assert!(fs::metadata(&pprof).expect("written").len() > 100);
+
+    // Nobody waits for the end: it comes by itself.
+    let target = Target::Process(pid);
+    bed.call(async |client| client.start_leaks(&target, Duration::from_secs(1)).await)
+        .expect("a look");
+    wait_for("probes", || has_breakpoint(pid));
+    wait_for("the end", || !has_breakpoint(pid));
+    wait_for("end of maps", || loaded(&bed) == before);
+
+    // A daemon that is killed takes its probes along, and the program goes on.
+    start(&bed, &target);
+    wait_for("probes", || has_breakpoint(pid));
+    bed.signal_daemon(libc::SIGKILL);
+    wait_for("the end", || !has_breakpoint(pid));
+    bed.start();
+    assert_eq!(actor.tell("scratch 3"), "did scratch 3");
+    assert_eq!(actor.finish(), Some(0));
+}
+
+#[test]
+fn what_cannot_be_looked_at_is_said() {
+    let bed = Bed::new(POLICY);
+    let refused = |arguments: &[&str], text: &str| {
+        let output = bed.ctl(arguments);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains(text), "{said}");
+    };
+    refused(&["leaks", "nobody"], "no tenant named \"nobody\"");
+    refused(&["leaks", "4194303"], "no process 4194303");
+    refused(
+        &["leaks", "a", "--so-far"],
+        "not followed and were not lately",
+    );
+    refused(&["leaks", "a", "--for", "48h"], "may last from 1 s to 24 h");
+    refused(&["leaks", "a", "--for", "soon"], "a number and a unit");
+}
