@@ -17,6 +17,8 @@ const MAX_SECTIONS: u16 = 4096;
 const MAX_SYMBOLS: u64 = 1 << 21;
 const MAX_UNWIND: u64 = 192 << 20;
 const MAX_NAME: usize = 4096;
+/// A function whose size the file does not tell goes on to the next one, and no further than this.
+const UNSIZED: u64 = 4096;
 
 /// Bytes of a section with their address in the file's own terms.
 #[derive(Clone, Debug)]
@@ -213,8 +215,12 @@ impl Binary {
             .functions
             .partition_point(|function| function.address <= address);
         let function = self.functions.get(after.checked_sub(1)?)?;
-        // Without a size it goes on to the next one.
-        let is_in = function.size == 0 || address - function.address < function.size;
+        let size = if function.size == 0 {
+            UNSIZED
+        } else {
+            function.size
+        };
+        let is_in = address - function.address < size;
         let name = is_in.then(|| self.text(self.names, self.names_size, u64::from(function.name)));
         name?.ok().filter(|name| !name.is_empty())
     }

@@ -258,16 +258,16 @@ fn probes_go_with_their_time_and_with_the_daemon() {
     let mut actor = client(&bed, "a");
     let pid = actor.workload_pid();
     let folder = bed.sim.scratch().to_owned();
-    let (folded, pprof) = (folder.join("folded"), folder.join("pprof"));
+    let (flames, profile) = (folder.join("folded"), folder.join("pprof"));
     let before = loaded(&bed);
     // The command, to its end.
     let mut command = bed.command("gpuquotactl");
     let looking = command
         .args(["--bus", &bed.bus(), "leaks", "a", "--for", "2s", "--json"])
         .arg("--folded")
-        .arg(&folded)
+        .arg(&flames)
         .arg("--pprof")
-        .arg(&pprof)
+        .arg(&profile)
         .stdout(std::process::Stdio::piped())
         .spawn()
         .expect("gpuquotactl");
@@ -278,12 +278,12 @@ fn probes_go_with_their_time_and_with_the_daemon() {
     assert!(!has_breakpoint(pid));
     let told: LeakReport = serde_json::from_slice(&output.stdout).expect("a report");
     assert_eq!(site(&told, "keep_activations").live, 4);
-    let text = fs::read_to_string(&folded).expect("written");
+    let text = fs::read_to_string(&flames).expect("written");
     assert!(
         text.contains("training_step;keep_activations;cuMemAlloc_v2 16777216\n"),
         "{text}"
     );
-    assert!(fs::metadata(&pprof).expect("written").len() > 100);
+    assert!(fs::metadata(&profile).expect("written").len() > 100);
 
     // Nobody waits for the end: it comes by itself.
     let target = Target::Process(pid);
