@@ -224,9 +224,10 @@ fn retired_index(seating: &Seating, name: &str) -> Option<u32> {
 
 fn budgets(policy: &Policy, gpus: &[HostGpu], seating: &Seating) -> BTreeMap<(u32, u32), Budget> {
     let mut budgets = BTreeMap::new();
-    for (index, seat) in seating.in_force() {
-        for gpu in gpus {
-            let Some(effective) = policy.effective(&seat.name, gpu) else {
+    for gpu in gpus {
+        let on_gpu = policy.on(gpu);
+        for (index, seat) in seating.in_force() {
+            let Some(effective) = on_gpu.budget(&seat.name) else {
                 continue;
             };
             let budget = Budget {
@@ -255,10 +256,11 @@ fn budgets(policy: &Policy, gpus: &[HostGpu], seating: &Seating) -> BTreeMap<(u3
 
 fn reservations(policy: &Policy, gpus: &[HostGpu], seating: &Seating) -> BTreeMap<(u32, u32), u64> {
     let mut reservations = BTreeMap::new();
-    for (index, seat) in seating.in_force() {
-        for gpu in gpus {
-            let min = policy
-                .effective(&seat.name, gpu)
+    for gpu in gpus {
+        let on_gpu = policy.on(gpu);
+        for (index, seat) in seating.in_force() {
+            let min = on_gpu
+                .budget(&seat.name)
                 .map_or(0, |effective| effective.memory.min);
             if min > 0 {
                 reservations.insert((index, gpu.index), min.min(MAX_RESERVATION));

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::builtin::{self, BURST_NANOS, LEAST_BURST};
 use crate::gpu::{GpuSelector, HostGpu};
 use crate::limits::{Key, Limits};
-use crate::policy::{Class, Policy, Tenant};
+use crate::policy::{Policy, Tenant};
 use crate::source::{Origin, Spanned};
 use crate::values::{
     GraphCost, Limit, Managed, OnBreach, OnHigh, OnLaunchMax, OnMemoryMax, OnXid, Pace, Percent,
@@ -151,53 +151,82 @@ impl fmt::Display for ExplainedValue {
     }
 }
 
+/// A [`Level`] that borrows its names: most questions are about values only.
+#[derive(Clone, Copy)]
+enum Rung<'a> {
+    BuiltIn,
+    BuiltInClass(&'a str),
+    Class(&'a str),
+    ClassGpu(&'a str, &'a GpuSelector),
+    Tenant,
+    TenantGpu(&'a GpuSelector),
+}
+
+impl From<Rung<'_>> for Level {
+    fn from(rung: Rung<'_>) -> Self {
+        match rung {
+            Rung::BuiltIn => Self::BuiltIn,
+            Rung::BuiltInClass(name) => Self::BuiltInClass(name.to_owned()),
+            Rung::Class(name) => Self::Class(name.to_owned()),
+            Rung::ClassGpu(name, gpu) => Self::ClassGpu(name.to_owned(), gpu.clone()),
+            Rung::Tenant => Self::Tenant,
+            Rung::TenantGpu(gpu) => Self::TenantGpu(gpu.clone()),
+        }
+    }
+}
+
 /// The limits that play a part for one tenant and GPU, strongest first.
-pub(crate) struct Layers<'a>(Vec<(Level, &'a Limits)>);
+pub(crate) struct Layers<'a>(Vec<(Rung<'a>, &'a Limits)>);
 
 impl<'a> Layers<'a> {
     /// Of a tenant, where `selectors` name the GPU, most specific first.
     pub(crate) fn of_tenant(
         policy: &'a Policy,
         tenant: &'a Tenant,
-        selectors: &[GpuSelector],
+        selectors: &'a [GpuSelector],
     ) -> Self {
-        let mut layers: Vec<(Level, &Limits)> = selectors
-            .iter()
-            .filter_map(|selector| {
-                tenant
-                    .gpu
-                    .get(selector)
-                    .map(|limits| (Level::TenantGpu(selector.clone()), limits))
-            })
-            .collect();
-        layers.push((Level::Tenant, &tenant.limits));
+        // Most that there can be: tenant, class, built-in class, each plain and by three selectors, and the default.
+        let mut layers = Vec::with_capacity(13);
+        if !tenant.gpu.is_empty() {
+            layers.extend(selectors.iter().filter_map(|selector| {
+                let limits = tenant.gpu.get(selector)?;
+                Some((Rung::TenantGpu(selector), limits))
+            }));
+        }
+        layers.push((Rung::Tenant, &tenant.limits));
         Self(layers).with_class(policy, tenant.class_name(), selectors)
     }
 
     /// Of a class without a tenant.
-    pub(crate) fn of_class(policy: &'a Policy, class: &str, selectors: &[GpuSelector]) -> Self {
+    pub(crate) fn of_class(
+        policy: &'a Policy,
+        class: &'a str,
+        selectors: &'a [GpuSelector],
+    ) -> Self {
         Self(Vec::new()).with_class(policy, class, selectors)
     }
 
-    fn with_class(mut self, policy: &'a Policy, name: &str, selectors: &[GpuSelector]) -> Self {
+    fn with_class(
+        mut self,
+        policy: &'a Policy,
+        name: &'a str,
+        selectors: &'a [GpuSelector],
+    ) -> Self {
         let (own, builtin) = policy.class_layers(name);
-        let level = |class: &Class| {
-            if class.origin.is_builtin() {
-                Level::BuiltInClass(name.to_owned())
-            } else {
-                Level::Class(name.to_owned())
-            }
-        };
         for class in own.into_iter().chain(builtin) {
-            for selector in selectors {
-                if let Some(limits) = class.gpu.get(selector) {
-                    self.0
-                        .push((Level::ClassGpu(name.to_owned(), selector.clone()), limits));
-                }
+            if !class.gpu.is_empty() {
+                self.0.extend(selectors.iter().filter_map(|selector| {
+                    Some((Rung::ClassGpu(name, selector), class.gpu.get(selector)?))
+                }));
             }
-            self.0.push((level(class), &class.limits));
+            let rung = if class.origin.is_builtin() {
+                Rung::BuiltInClass(name)
+            } else {
+                Rung::Class(name)
+            };
+            self.0.push((rung, &class.limits));
         }
-        self.0.push((Level::BuiltIn, builtin::defaults()));
+        self.0.push((Rung::BuiltIn, builtin::defaults()));
         self
     }
 
@@ -220,7 +249,7 @@ impl<'a> Layers<'a> {
         self.0.iter().find_map(|(level, limits)| {
             limits
                 .get(key)
-                .map(|(text, origin)| (level.clone(), text, origin.clone()))
+                .map(|(text, origin)| (Level::from(*level), text, origin.clone()))
         })
     }
 
@@ -236,19 +265,26 @@ impl<'a> Layers<'a> {
     }
 }
 
-impl Policy {
-    /// Everything that holds for a tenant on a GPU. None if there is no such tenant.
+/// A policy as it is for one GPU.
+pub struct OnGpu<'a> {
+    policy: &'a Policy,
+    selectors: [GpuSelector; 3],
+}
+
+impl OnGpu<'_> {
+    /// Everything that holds for a tenant on this GPU. None if there is no such tenant.
     ///
     /// For each key the first of these that has it counts: the tenant's table for the GPU's UUID, for its index, for `"*"`; the
     /// tenant; the same four of its class; the built-in class of that name; the built-in default.
-    pub fn effective(&self, tenant: &str, gpu: &HostGpu) -> Option<Budget> {
-        let tenant = self.tenants.get(tenant)?;
-        let layers = Layers::of_tenant(self, tenant, &GpuSelector::of(gpu));
+    pub fn budget(&self, tenant: &str) -> Option<Budget> {
+        let policy = self.policy;
+        let tenant = policy.tenants.get(tenant)?;
+        let layers = Layers::of_tenant(policy, tenant, &self.selectors);
         let bytes = |limit: Limit<Size>| limit.get().map(|size| size.0);
         Some(Budget {
             class: tenant.class_name().to_owned(),
-            priority: self.class_priority(tenant.class_name()),
-            exclusive: self.class_exclusive(tenant.class_name()),
+            priority: policy.class_priority(tenant.class_name()),
+            exclusive: policy.class_exclusive(tenant.class_name()),
             memory: MemoryBudget {
                 max: bytes(layers.value(|limits| &limits.memory_max)),
                 high: bytes(layers.value(|limits| &limits.memory_high)),
@@ -280,6 +316,21 @@ impl Policy {
                 xids: layers.value(|limits| &limits.fault_xids),
             },
         })
+    }
+}
+
+impl Policy {
+    /// The policy as it is for one GPU: what to ask for the budgets of many tenants.
+    pub fn on(&self, gpu: &HostGpu) -> OnGpu<'_> {
+        OnGpu {
+            policy: self,
+            selectors: GpuSelector::of(gpu),
+        }
+    }
+
+    /// Everything that holds for a tenant on a GPU, as [`OnGpu::budget`] says.
+    pub fn effective(&self, tenant: &str, gpu: &HostGpu) -> Option<Budget> {
+        self.on(gpu).budget(tenant)
     }
 
     /// Every value that holds for a tenant on a GPU, and what gave it. Empty if there is no such tenant.
@@ -335,7 +386,8 @@ impl Policy {
             builtin.is_some(),
         ));
 
-        let layers = Layers::of_tenant(self, tenant, &GpuSelector::of(gpu));
+        let selectors = GpuSelector::of(gpu);
+        let layers = Layers::of_tenant(self, tenant, &selectors);
         lines.extend(Key::ALL.iter().map(|key| match layers.text(*key) {
             Some((level, text, origin)) => ExplainedValue {
                 key: key.name(),

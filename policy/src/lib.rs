@@ -44,7 +44,7 @@ mod values;
 mod xids;
 
 pub use budget::{
-    Budget, ExplainedValue, FaultBudget, LaunchBudget, Level, MemoryBudget, TimeBudget,
+    Budget, ExplainedValue, FaultBudget, LaunchBudget, Level, MemoryBudget, OnGpu, TimeBudget,
 };
 pub use builtin::{BUILTIN_CLASSES, DEFAULT_CLASS};
 pub use cgroup::{CgroupPattern, CgroupPatternError};

@@ -173,10 +173,10 @@ fn combinations<'a>(
             found.insert(vec![selector.clone(), GpuSelector::Any]);
         }
     }
-    if found.len() == 1 {
+    // Of several, which UUID and index are the same GPU only the host tells.
+    if found.len() <= 2 {
         return found;
     }
-    // Which UUID and index are the same GPU only the host tells.
     for gpu in host.into_iter().flat_map(|host| &host.gpus) {
         found.insert(
             GpuSelector::of(gpu)
@@ -282,10 +282,10 @@ fn twice_selected(policy: &Policy, host: &Host, report: &mut Report) {
         .values()
         .map(|tenant| &tenant.gpu)
         .chain(policy.classes.values().map(|class| &class.gpu));
-    for table in tables {
-        for gpu in &host.gpus {
-            let [uuid, index, _] = GpuSelector::of(gpu);
-            let (Some(by_uuid), Some(by_index)) = (table.get(&uuid), table.get(&index)) else {
+    let gpus: Vec<_> = host.gpus.iter().map(GpuSelector::of).collect();
+    for table in tables.filter(|table| table.len() > 1) {
+        for [uuid, index, _] in &gpus {
+            let (Some(by_uuid), Some(by_index)) = (table.get(uuid), table.get(index)) else {
                 continue;
             };
             for (key, value, origin) in by_index.iter() {
@@ -302,8 +302,26 @@ fn twice_selected(policy: &Policy, host: &Host, report: &mut Report) {
     }
 }
 
+/// Whether any table asks for a reservation; most policies have none.
+fn reserves(policy: &Policy) -> bool {
+    let of_tenants = policy
+        .tenants
+        .values()
+        .flat_map(|tenant| tenant.gpu.values().chain([&tenant.limits]));
+    let of_classes = policy
+        .classes
+        .values()
+        .flat_map(|class| class.gpu.values().chain([&class.limits]));
+    of_tenants
+        .chain(of_classes)
+        .any(|limits| limits.memory_min.is_some())
+}
+
 /// Reservations fit on the card, and those of nested tenants into the limit of the one above.
 fn reservations(policy: &Policy, host: &Host, report: &mut Report) {
+    if !reserves(policy) {
+        return;
+    }
     let nesting = policy.nesting();
     let mut children: BTreeMap<&str, Vec<&Tenant>> = BTreeMap::new();
     let mut top: Vec<&Tenant> = Vec::new();

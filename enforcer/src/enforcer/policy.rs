@@ -195,12 +195,11 @@ impl Enforcer {
 /// What a policy asks for and this version of the daemon does not do. An admin must not believe that it holds.
 fn without_effect(policy: &Policy, host: &Host, choice: Choice) -> Vec<String> {
     let mut found = Vec::new();
+    let Some(on_gpu) = host.gpus.first().map(|gpu| policy.on(gpu)) else {
+        return found;
+    };
     for tenant in policy.tenants.values() {
-        let Some(budget) = host
-            .gpus
-            .first()
-            .and_then(|gpu| policy.effective(&tenant.name, gpu))
-        else {
+        let Some(budget) = on_gpu.budget(&tenant.name) else {
             continue;
         };
         let mut say = |key: &str, instead: &str| {

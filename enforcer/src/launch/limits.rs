@@ -47,11 +47,12 @@ impl Budgets {
             uuid: String::new(),
             memory: 0,
         };
+        let on_every = policy.on(&every);
         let rules = seating
             .in_force()
             .map(|(index, seat)| {
-                let own = policy
-                    .effective(&seat.name, &every)
+                let own = on_every
+                    .budget(&seat.name)
                     .map(|budget| budget.launch)
                     .filter(|launch| launch.max.is_some());
                 let parent = seat.parent.as_deref().and_then(|name| seating.index(name));

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fmt, time::Duration};
 
-use gpuquota_policy::{HostGpu, Policy};
+use gpuquota_policy::{Budget, HostGpu, Policy};
 
 use crate::tenancy::Seating;
 
@@ -39,6 +39,7 @@ pub type Rules = BTreeMap<u32, TenantRules>;
 
 /// The rules of a policy.
 pub fn rules(policy: &Policy, seating: &Seating, gpus: &[HostGpu]) -> Rules {
+    let gpus: Vec<_> = gpus.iter().map(|gpu| (gpu.index, policy.on(gpu))).collect();
     seating
         .in_force()
         .map(|(index, seat)| {
@@ -50,7 +51,7 @@ pub fn rules(policy: &Policy, seating: &Seating, gpus: &[HostGpu]) -> Rules {
                     .and_then(|parent| seating.index(parent)),
                 gpus: gpus
                     .iter()
-                    .filter_map(|gpu| Some((gpu.index, rule(policy, &seat.name, gpu)?)))
+                    .filter_map(|(index, on_gpu)| Some((*index, rule(&on_gpu.budget(&seat.name)?))))
                     .collect(),
             };
             (index, rules)
@@ -58,16 +59,15 @@ pub fn rules(policy: &Policy, seating: &Seating, gpus: &[HostGpu]) -> Rules {
         .collect()
 }
 
-fn rule(policy: &Policy, tenant: &str, gpu: &HostGpu) -> Option<Rule> {
-    let budget = policy.effective(tenant, gpu)?;
-    Some(Rule {
+fn rule(budget: &Budget) -> Rule {
+    Rule {
         weight: budget.time.weight,
         max: budget.time.max.map(gpuquota_policy::Percent::ratio),
         priority: budget.priority,
         exclusive: budget.exclusive,
         starve_max: budget.time.starve_max,
         latency_target: budget.time.latency_target,
-    })
+    }
 }
 
 /// Why a tenant is frozen.
