@@ -58,9 +58,18 @@ def shares(test, workers, lines, seconds, wanted=None, within=1.0, within_window
     return [count / seconds for count in total]
 
 
+# What the victim does in its first moments is not counted: both sides of the comparison begin.
+SETTLED_MS = 400
+
+
 def latency(test, victim, line, neighbour=None, neighbour_line=None):
-    """p50 and p99 of what the victim does, beside a neighbour or alone."""
+    """p50 and p99 of what the victim does, beside a neighbour or alone, once both are at work."""
     times = beside(victim, line, neighbour, neighbour_line)
+    first, passed = 0, 0
+    while passed < SETTLED_MS and first < len(times) // 2:
+        passed += times[first]
+        first += 1
+    times = times[first:]
     for i, value in enumerate(times):
         sample(f"{test}/ms", i, value)
     return at(times, 0.5), at(times, 0.99)
@@ -134,6 +143,14 @@ class Run:
         rate = sum(count for (count,) in found) / 2
         claim(test, None, f"{rate:.0f}", key="alone", rate=rate)
         return rate
+
+    def close(self):
+        """Ends the shared daemon; the next part that needs one starts another."""
+        for name in list(self.workers):
+            self.workers.pop(name).close()
+        if self.bed:
+            self.bed.close()
+        self.bed = None
 
     def default(self):
         """What the driver does by itself: processes in no tenant."""
@@ -260,6 +277,7 @@ class Run:
 
     def adoption(self):
         """Processes that were there before the daemon."""
+        self.close()
         bed = Bed(policy("xy"), start=False)
         workers = [Worker(bed.spawn(tenant + ".slice", sys.executable, WORKER)) for tenant in "xy"]
         together(workers, "context")

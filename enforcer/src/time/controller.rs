@@ -488,12 +488,14 @@ impl Worker {
                 known_us,
                 busy,
                 energy_mj,
+                board,
             } => {
                 self.unknown.remove(&gpu);
                 let told = Told {
                     known_us,
                     busy: &busy,
                     energy_mj,
+                    board,
                 };
                 self.engine.used(gpu, &told, now, self.levers.wall_us());
             }

@@ -218,7 +218,9 @@ impl Engine {
 
     /// The driver does not tell the use of a GPU.
     pub fn unmeasured(&mut self, gpu: u32) {
-        self.gpus.entry(gpu).or_default().unmeasured();
+        if self.gpus.entry(gpu).or_default().unmeasured() {
+            self.slices_changed = true;
+        }
     }
 
     /// Processes of exclusive tenants for whom others would have to make room.

@@ -18,6 +18,11 @@ use super::{
 
 /// Who used a GPU counts as active for so long after.
 const LINGER: Duration = Duration::from_secs(1);
+/// Who left the GPU alone for so long lends its share to others of its tenant. Longer than it takes to see that somebody
+/// is back, so that coming and going wins nobody much.
+const IDLE_AFTER: Duration = Duration::from_secs(3);
+/// Part of the time from which on a board is at work.
+const BOARD_BUSY: f64 = 0.02;
 /// What a switch from one process to another takes on an H200.
 const SWITCH: Duration = Duration::from_micros(200);
 /// Longest moment for which a tenant that starved runs.
@@ -116,6 +121,17 @@ pub struct Told<'a> {
     pub busy: &'a [Busy],
     /// What the board has used so far, millijoules.
     pub energy_mj: Option<u64>,
+    /// Part of the last moments in which the board ran anything, 0 to 1, if it tells.
+    pub board: Option<f64>,
+}
+
+impl Told<'_> {
+    /// Whether the board was at work and NVML says of nobody that it was. Seen on an H200 of processes that are frozen in
+    /// between, for seconds; then nothing is known of who was idle.
+    fn missed(&self) -> bool {
+        self.board.is_some_and(|part| part >= BOARD_BUSY)
+            && self.busy.iter().all(|busy| busy.busy_us == 0)
+    }
 }
 
 /// One GPU.
@@ -133,6 +149,10 @@ pub struct Gpu {
     accounts: BTreeMap<u32, Account>,
     everybody: Meter,
     active_until: BTreeMap<u32, Duration>,
+    /// When processes were last seen at work.
+    worked: BTreeMap<u32, Duration>,
+    /// Processes that lend their share.
+    idle: BTreeSet<u32>,
     period: u64,
     /// Slices as they should be, by process.
     division: Division,
@@ -140,6 +160,8 @@ pub struct Gpu {
     held: BTreeMap<u32, BTreeSet<Reason>>,
     /// Up to where the use is known, microseconds since 1970.
     known_us: u64,
+    /// The latest moment up to which use was missed, microseconds since 1970.
+    missed_us: u64,
 }
 
 impl Gpu {
@@ -178,10 +200,13 @@ impl Gpu {
             if !self.members.iter().any(|old| old.tgid == member.tgid) {
                 // It has just made a context, so it is about to use it.
                 self.active_until.insert(member.tgid, now + LINGER);
+                self.worked.insert(member.tgid, now);
             }
         }
-        self.active_until
-            .retain(|tgid, _| members.iter().any(|member| member.tgid == *tgid));
+        let is_here = |tgid: &u32| members.iter().any(|member| member.tgid == *tgid);
+        self.active_until.retain(|tgid, _| is_here(tgid));
+        self.worked.retain(|tgid, _| is_here(tgid));
+        self.idle.retain(is_here);
         self.present = members
             .iter()
             .flat_map(|member| chain(rules, member.tenant))
@@ -195,7 +220,21 @@ impl Gpu {
         if self.members.iter().any(|member| member.tgid == tgid) {
             let until = self.active_until.entry(tgid).or_default();
             *until = (*until).max(now + linger);
+            self.worked.insert(tgid, now);
         }
+    }
+
+    /// Looks who lends its share from now on; whether that changed.
+    fn find_idle(&mut self, now: Duration) -> bool {
+        let idle: BTreeSet<u32> = self
+            .worked
+            .iter()
+            .filter(|(_, at)| now >= **at + IDLE_AFTER)
+            .map(|(tgid, _)| *tgid)
+            .collect();
+        let changed = idle != self.idle;
+        self.idle = idle;
+        changed
     }
 
     /// Processes of exclusive tenants, if there is anybody of a lower class.
@@ -266,6 +305,7 @@ impl Gpu {
                         .map(|member| Contender {
                             tgid: member.tgid,
                             contexts: member.contexts,
+                            idle: self.idle.contains(&member.tgid),
                         })
                         .collect(),
                     inside: self.nodes(rules, gpu, Some(tenant), depth + 1),
@@ -325,6 +365,12 @@ impl Gpu {
             return false;
         }
         self.known_us = known_us;
+        if told.missed() {
+            self.missed_us = known_us;
+            for at in self.worked.values_mut() {
+                *at = now;
+            }
+        }
         if from_us == 0 {
             return false;
         }
@@ -334,7 +380,8 @@ impl Gpu {
             let span = Duration::from_micros(known_us - from_us);
             self.spend(context, span, busy, counter_mj, &tenants);
         }
-        self.target(context, now)
+        let lending = self.find_idle(now);
+        self.target(context, now) || lending
     }
 
     /// Divides the energy of a span by GPU time.
@@ -380,11 +427,13 @@ impl Gpu {
         (self.idle_energy, self.other_energy)
     }
 
-    /// The driver does not tell the use of this GPU.
-    pub fn unmeasured(&mut self) {
+    /// The driver does not tell the use of this GPU. Whether slices have to be divided anew.
+    pub fn unmeasured(&mut self) -> bool {
         for capped in self.capped.values_mut() {
             capped.ceiling.unmeasured();
         }
+        // Nobody is idle as far as is known.
+        !std::mem::take(&mut self.idle).is_empty()
     }
 
     /// Compares ceilings with what was used.
@@ -405,7 +454,11 @@ impl Gpu {
                 continue;
             }
             let busy = account.meter.between(from, to).as_secs_f64() / length.as_secs_f64();
-            capped.ceiling.measured(busy);
+            if self.missed_us > from {
+                capped.ceiling.unmeasured();
+            } else {
+                capped.ceiling.measured(busy);
+            }
         }
     }
 

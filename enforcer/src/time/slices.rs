@@ -22,6 +22,8 @@ pub struct Contender {
     pub tgid: u32,
     /// Its contexts; each takes its own turns, so they divide the share of the process.
     pub contexts: u32,
+    /// Whether it has left the GPU alone for some time; its share is lent to what else its tenant has.
+    pub idle: bool,
 }
 
 /// A tenant with what is on the GPU in it. One without processes, here and inside, takes no part.
@@ -36,6 +38,13 @@ pub struct Node {
 }
 
 impl Node {
+    fn is_active(&self) -> bool {
+        self.own
+            .iter()
+            .any(|process| process.contexts > 0 && !process.idle)
+            || self.inside.iter().any(Self::is_active)
+    }
+
     fn is_empty(&self) -> bool {
         self.own.iter().all(|process| process.contexts == 0)
             && self.inside.iter().all(Self::is_empty)
@@ -55,6 +64,8 @@ pub struct Division {
 struct Part {
     process: Contender,
     fraction: u64,
+    /// The same with what idle ones beside it in its tenant lend, not less than `fraction`.
+    lent: u64,
 }
 
 /// Divides a round of `round_us` over `nodes` by weight, over the tenants inside each of them again, and over the
@@ -63,9 +74,22 @@ struct Part {
 /// Proportions hold exactly (to a microsecond) as long as no context gets less than [`LEAST_SLICE_US`] in a round
 /// that is [`STRETCH`] times as long; beyond that the smallest get that slice and the others divide the rest. The
 /// round grows as much as is needed, so nobody is left without a slice.
+///
+/// Inside a tenant, who is active has what idle ones have not asked for: two notebooks of a team of which one is
+/// forgotten would have half of the team's share else. An idle one keeps the slice that it has when all are active, so
+/// a tenant has less than twice its share for as long as it takes to see that it is back. Between the outermost tenants
+/// nothing is lent: the driver skips who has no work.
 pub fn divide(round_us: u64, nodes: &[Node]) -> Division {
     let mut parts = Vec::new();
-    distribute(ONE, nodes.iter().collect(), &mut parts);
+    distribute(
+        Whole {
+            fraction: ONE,
+            lent: ONE,
+        },
+        nodes.iter().collect(),
+        &mut parts,
+        false,
+    );
     let contexts: u64 = parts
         .iter()
         .map(|part| u64::from(part.process.contexts))
@@ -87,17 +111,41 @@ pub fn divide(round_us: u64, nodes: &[Node]) -> Division {
         slices: parts
             .iter()
             .zip(&slices)
-            .map(|(part, slice)| (part.process.tgid, *slice))
+            .map(|(part, slice)| {
+                let lent = scale(*slice, part.lent, part.fraction);
+                (part.process.tgid, lent.max(*slice))
+            })
             .collect(),
     }
 }
 
+/// What there is to divide, without and with what idle ones lend.
+#[derive(Clone, Copy)]
+struct Whole {
+    fraction: u64,
+    lent: u64,
+}
+
+impl Whole {
+    /// A part by weight: of `all` weights by right, of `active` ones if the others lend theirs.
+    fn part(self, weight: u64, is_active: bool, active: u64, all: u64) -> Self {
+        let fraction = scale(self.fraction, weight, all);
+        let lent = if is_active {
+            scale(self.lent, weight, active)
+        } else {
+            fraction
+        };
+        Self { fraction, lent }
+    }
+}
+
 /// Fractions of the whole for every process in `nodes`, each per context.
-fn distribute(whole: u64, nodes: Vec<&Node>, parts: &mut Vec<Part>) {
+fn distribute(whole: Whole, nodes: Vec<&Node>, parts: &mut Vec<Part>, lends: bool) {
     let nodes: Vec<&Node> = nodes.into_iter().filter(|node| !node.is_empty()).collect();
-    let weights: u64 = nodes.iter().map(|node| u64::from(node.weight.max(1))).sum();
+    let (all, active) = weights(&nodes, lends);
     for node in nodes {
-        let share = scale(whole, u64::from(node.weight.max(1)), weights);
+        let weight = u64::from(node.weight.max(1));
+        let share = whole.part(weight, !lends || node.is_active(), active, all);
         let own: Vec<Contender> = node
             .own
             .iter()
@@ -105,22 +153,50 @@ fn distribute(whole: u64, nodes: Vec<&Node>, parts: &mut Vec<Part>) {
             .filter(|process| process.contexts > 0)
             .collect();
         let inside: Vec<&Node> = node.inside.iter().filter(|node| !node.is_empty()).collect();
-        let among: u64 = inside
-            .iter()
-            .map(|node| u64::from(node.weight.max(1)))
-            .sum();
-        let own_share = match (own.is_empty(), inside.is_empty()) {
-            (true, _) => 0,
-            (false, true) => share,
-            (false, false) => scale(share, u64::from(OWN_WEIGHT), u64::from(OWN_WEIGHT) + among),
+        let working = own.iter().filter(|process| !process.idle).count() as u64;
+        let (among, among_active) = weights(&inside, true);
+        let own_weight = if own.is_empty() {
+            0
+        } else {
+            u64::from(OWN_WEIGHT)
         };
+        let own_active = if working > 0 { own_weight } else { 0 };
+        let (all, active) = (own_weight + among, own_active + among_active);
         let processes = own.len() as u64;
-        parts.extend(own.into_iter().map(|process| Part {
-            process,
-            fraction: own_share / (processes * u64::from(process.contexts)),
+        let of_own = share.part(own_weight, working > 0, active, all);
+        parts.extend(own.into_iter().map(|process| {
+            let one = of_own.part(1, !process.idle, working, processes);
+            let contexts = u64::from(process.contexts);
+            Part {
+                process,
+                fraction: one.fraction / contexts,
+                lent: one.lent / contexts,
+            }
         }));
-        distribute(share - own_share, inside, parts);
+        let of_inside = share.part(among, among_active > 0, active, all);
+        // What the ones inside have by right is theirs together; what they are lent is for the active ones.
+        let of_inside = Whole {
+            lent: if among_active > 0 {
+                scale(share.lent, among_active, active)
+            } else {
+                of_inside.lent
+            },
+            ..of_inside
+        };
+        distribute(of_inside, inside, parts, true);
     }
+}
+
+/// Sum of the weights of all nodes and of those that count as active.
+fn weights(nodes: &[&Node], lends: bool) -> (u64, u64) {
+    let sum = |counts: &dyn Fn(&Node) -> bool| {
+        nodes
+            .iter()
+            .filter(|node| counts(node))
+            .map(|node| u64::from(node.weight.max(1)))
+            .sum()
+    };
+    (sum(&|_| true), sum(&|node| !lends || node.is_active()))
 }
 
 /// Slices per context that are proportional to the fractions, none below [`LEAST_SLICE_US`].
@@ -174,7 +250,11 @@ mod tests {
     use super::*;
 
     fn process(tgid: u32) -> Contender {
-        Contender { tgid, contexts: 1 }
+        Contender {
+            tgid,
+            contexts: 1,
+            idle: false,
+        }
     }
 
     fn tenant(weight: u32, tgids: &[u32]) -> Node {
@@ -228,6 +308,51 @@ mod tests {
         for tgid in 1..=3 {
             assert_eq!(division.slices[&tgid], 3000);
         }
+    }
+
+    fn idle(mut node: Node, tgids: &[u32]) -> Node {
+        for process in &mut node.own {
+            process.idle = tgids.contains(&process.tgid);
+        }
+        node
+    }
+
+    #[test]
+    fn an_idle_process_lends_its_share_to_the_others_of_its_tenant() {
+        let beside = tenant(100, &[4]);
+        let division = divide(20_000, &[idle(tenant(100, &[1, 2]), &[2]), beside.clone()]);
+        assert_eq!(
+            [1, 2, 4].map(|tgid| division.slices[&tgid]),
+            [10_000, 5000, 10_000]
+        );
+        // All idle: as if all were active, and nobody beside them has more or less.
+        let division = divide(20_000, &[idle(tenant(100, &[1, 2]), &[1, 2]), beside]);
+        assert_eq!(
+            [1, 2, 4].map(|tgid| division.slices[&tgid]),
+            [5000, 5000, 10_000]
+        );
+    }
+
+    #[test]
+    fn an_idle_tenant_inside_lends_its_share_to_those_beside_it() {
+        let outer = |idle_ones: &[u32]| Node {
+            weight: 100,
+            own: idle(tenant(1, &[1]), idle_ones).own,
+            inside: vec![
+                idle(tenant(100, &[2]), idle_ones),
+                idle(tenant(200, &[3]), idle_ones),
+            ],
+        };
+        let slices = |idle_ones: &[u32]| {
+            let division = divide(16_000, &[outer(idle_ones), tenant(100, &[4])]);
+            [1, 2, 3, 4].map(|tgid| division.slices[&tgid])
+        };
+        assert_eq!(slices(&[]), [2000, 2000, 4000, 8000]);
+        assert_eq!(slices(&[1]), [2000, 2667, 5333, 8000]);
+        assert_eq!(slices(&[3]), [4000, 4000, 4000, 8000]);
+        assert_eq!(slices(&[1, 2]), [2000, 2000, 8000, 8000]);
+        // Outermost tenants lend nothing.
+        assert_eq!(slices(&[1, 2, 3]), [2000, 2000, 4000, 8000]);
     }
 
     #[test]
@@ -310,6 +435,33 @@ mod tests {
             }
         }
 
+        /// Whoever is idle: the active ones of a tenant have its whole share, nobody less than by right, and the tenant
+        /// less than twice its share if all came back at once.
+        #[test]
+        fn what_is_lent_is_the_tenants_own(
+            tenants in prop::collection::vec((100..1000u32, 1..=4usize), 1..=6),
+            idle_ones in prop::collection::btree_set(1..24u32, 0..24),
+            round in 20_000..100_000u64,
+        ) {
+            let all = build(&tenants);
+            let some: Vec<Node> = all.iter().map(|node| {
+                let ones: Vec<u32> = idle_ones.iter().copied().collect();
+                idle(node.clone(), &ones)
+            }).collect();
+            let (by_right, lent) = (divide(round, &all), divide(round, &some));
+            prop_assert_eq!(by_right.round_us, lent.round_us);
+            for (node, plain) in some.iter().zip(&all) {
+                let whole = share(&by_right, plain);
+                let active: u64 = node.own.iter().filter(|process| !process.idle).map(|process| lent.slices[&process.tgid]).sum();
+                let few = node.own.len() as u64 + 1;
+                prop_assert!(active == 0 || active.abs_diff(whole) <= few, "{} of {}", active, whole);
+                prop_assert!(share(&lent, node) <= 2 * whole + few);
+                for process in &node.own {
+                    prop_assert!(lent.slices[&process.tgid] >= by_right.slices[&process.tgid]);
+                }
+            }
+        }
+
         #[test]
         fn more_weight_is_never_less_time(
             tenants in tenants(),
@@ -339,6 +491,7 @@ mod tests {
                     own: vec![Contender {
                         tgid: u32::try_from(index).unwrap(),
                         contexts: *contexts,
+                        idle: false,
                     }],
                     inside: Vec::new(),
                 };

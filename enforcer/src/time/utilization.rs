@@ -40,6 +40,8 @@ pub enum Utilization {
         busy: Vec<Busy>,
         /// What the board has used since the driver was loaded, millijoules; absent where the board does not count it.
         energy_mj: Option<u64>,
+        /// Part of the last moments in which the board ran anything, 0 to 1; absent where the board does not tell.
+        board: Option<f64>,
     },
     /// NVML does not tell the use by process on this GPU.
     Unknown {
@@ -185,6 +187,10 @@ fn ask(
                 known_us,
                 busy,
                 energy_mj: device.total_energy_consumption().ok(),
+                board: device
+                    .utilization_rates()
+                    .ok()
+                    .map(|rates| f64::from(rates.gpu) / 100.0),
             }) {
                 return false;
             }

@@ -35,6 +35,8 @@ struct Model {
     stale: bool,
     gone: HashSet<ObjectKey>,
     controls: u64,
+    /// NVML says of no process that it works.
+    mute: bool,
 }
 
 impl Model {
@@ -49,6 +51,7 @@ impl Model {
             stale: false,
             gone: HashSet::new(),
             controls: 0,
+            mute: false,
         }
     }
 
@@ -198,9 +201,11 @@ fn live(engine: &mut Engine, model: &mut Model, span: Duration, late: Duration, 
                 micros(next_measure.saturating_sub(100 * MS)),
                 model.wall_us(),
             );
+            let works = measured != model.busy;
             let busy: Vec<Busy> = model
                 .busy
                 .iter()
+                .filter(|_| !model.mute)
                 .map(|(tgid, busy)| Busy {
                     tgid: *tgid,
                     from_us,
@@ -216,6 +221,7 @@ fn live(engine: &mut Engine, model: &mut Model, span: Duration, late: Duration, 
                 known_us: to_us,
                 busy: &busy,
                 energy_mj: Some(energy_mj(model)),
+                board: Some(if works { 0.5 } else { 0.0 }),
             };
             engine.used(0, &told, model.now, to_us);
         }
@@ -487,6 +493,46 @@ fn a_latency_target_is_met_by_squeezing_and_at_the_worst_by_freezing() {
     assert_eq!(model.slices[&11], LEAST_SQUEEZED_US);
     let got = shares(&mut engine, &mut model, &[10, 11], Duration::from_secs(4));
     assert!(got[0] > 0.95 && got[1] > 0.0, "{got:?}");
+}
+
+#[test]
+fn a_forgotten_process_does_not_cost_its_tenant_its_share() {
+    let (mut engine, mut model) = engine(&[rule(100), rule(100)], &[(10, 0), (11, 0), (12, 1)]);
+    model.idle.insert(11);
+    let mut live_for = |seconds, model: &mut Model| {
+        let span = Duration::from_secs(seconds);
+        live(&mut engine, model, span, Duration::ZERO, true);
+    };
+    live_for(5, &mut model);
+    assert_eq!(
+        model.slices,
+        BTreeMap::from([(10, 5000), (11, 2500), (12, 5000)])
+    );
+    // It is back.
+    model.idle.clear();
+    live_for(1, &mut model);
+    assert_eq!(
+        model.slices,
+        BTreeMap::from([(10, 2500), (11, 2500), (12, 5000)])
+    );
+    // While the board works and nobody is told of, nobody is taken to be idle.
+    model.mute = true;
+    live_for(10, &mut model);
+    assert_eq!(model.slices[&11], 2500);
+}
+
+#[test]
+fn a_ceiling_holds_while_nothing_is_told_of_processes() {
+    let capped = Rule {
+        max: Some(0.25),
+        ..rule(100)
+    };
+    let (mut engine, mut model) = engine(&[capped], &[(10, 0)]);
+    model.mute = true;
+    let span = Duration::from_secs(20);
+    live(&mut engine, &mut model, span, Duration::ZERO, true);
+    let used = model.busy[&10].as_secs_f64();
+    assert!((used - 5.0).abs() < 0.1, "{used}");
 }
 
 #[test]
