@@ -1,5 +1,10 @@
 //! Where a process is: what is needed of its registers to walk its stack.
 
+#![allow(
+    unexpected_cfgs,
+    reason = "aya's build passes bpf_target_arch, which the compiler does not know by itself"
+)]
+
 use aya_ebpf::bindings::pt_regs;
 
 /// Program counter, stack pointer, frame pointer.
