@@ -7,7 +7,7 @@ use std::{path::Path, process::Command, time::Duration};
 
 use criterion::{Criterion, criterion_group};
 use gpuquota_enforcer::control::leaks::Target;
-use gpuquota_native_tests::{Actor, Bed};
+use gpuquota_native_tests::{Actor, Bed, median};
 
 const FOLDER: &str = "leaks";
 const PAIRS: u32 = 200;
@@ -82,25 +82,12 @@ fn leaks(criterion: &mut Criterion) {
 
 criterion_group!(benches, leaks);
 
-/// Median of a benchmark in nanoseconds, as criterion has just saved it.
-fn median(name: &str) -> Option<f64> {
-    let target = std::env::var("CARGO_TARGET_DIR")
-        .unwrap_or_else(|_| format!("{}/../../target", env!("CARGO_MANIFEST_DIR")));
-    let path = format!(
-        "{target}/criterion/{FOLDER}/{}/new/estimates.json",
-        name.replace('/', "_")
-    );
-    let text = std::fs::read_to_string(path).ok()?;
-    let estimates: serde_json::Value = serde_json::from_str(&text).ok()?;
-    estimates["median"]["point_estimate"].as_f64()
-}
-
 fn main() {
     benches();
     for what in ["at hand", "of the driver"] {
         let (without, with) = (
-            median(&format!("{what}/without")),
-            median(&format!("{what}/with")),
+            median(FOLDER, &format!("{what}/without")),
+            median(FOLDER, &format!("{what}/with")),
         );
         if let (Some(without), Some(with)) = (without, with) {
             let each = |all: f64| all / f64::from(PAIRS) / 1000.0;

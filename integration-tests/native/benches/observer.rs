@@ -13,7 +13,7 @@ use std::{
 
 use criterion::{Criterion, criterion_group};
 use gpuquota_common::nvidia::{IoctlCmd, class, ctrl, nr, nvos54, nvos64};
-use gpuquota_native_tests::Bed;
+use gpuquota_native_tests::{Bed, median};
 
 const FOLDER: &str = "observer";
 
@@ -105,19 +105,6 @@ fn observer(criterion: &mut Criterion) {
 
 criterion_group!(benches, observer);
 
-/// Median of a benchmark in nanoseconds, as criterion has just saved it.
-fn median(name: &str) -> Option<f64> {
-    let target = std::env::var("CARGO_TARGET_DIR")
-        .unwrap_or_else(|_| format!("{}/../../target", env!("CARGO_MANIFEST_DIR")));
-    let path = format!(
-        "{target}/criterion/{FOLDER}/{}/new/estimates.json",
-        name.replace('/', "_")
-    );
-    let text = std::fs::read_to_string(path).ok()?;
-    let estimates: serde_json::Value = serde_json::from_str(&text).ok()?;
-    estimates["median"]["point_estimate"].as_f64()
-}
-
 fn main() {
     benches();
     Criterion::default().configure_from_args().final_summary();
@@ -127,8 +114,8 @@ fn main() {
     );
     for name in ["no GPU", "look-alike", "driver call", "allocate and free"] {
         if let (Some(without), Some(with)) = (
-            median(&format!("{name}/without")),
-            median(&format!("{name}/with")),
+            median(FOLDER, &format!("{name}/without")),
+            median(FOLDER, &format!("{name}/with")),
         ) {
             println!(
                 "{name:<20} {without:>9.0} ns {with:>9.0} ns {:>8.3}",

@@ -629,6 +629,19 @@ impl Drop for Actor {
     }
 }
 
+/// Median of a benchmark of a group in nanoseconds, as criterion has just saved it.
+pub fn median(group: &str, name: &str) -> Option<f64> {
+    let target = std::env::var("CARGO_TARGET_DIR")
+        .unwrap_or_else(|_| format!("{}/../../target", env!("CARGO_MANIFEST_DIR")));
+    let path = format!(
+        "{target}/criterion/{group}/{}/new/estimates.json",
+        name.replace('/', "_")
+    );
+    let text = fs::read_to_string(path).ok()?;
+    let estimates: serde_json::Value = serde_json::from_str(&text).ok()?;
+    estimates["median"]["point_estimate"].as_f64()
+}
+
 /// A tool that `scripts/setup.sh` has unpacked beside this build, or that the host has.
 pub fn tool(name: &str) -> PathBuf {
     let unpacked = built_directory()
