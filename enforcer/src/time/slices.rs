@@ -126,12 +126,35 @@ struct Whole {
     lent: u64,
 }
 
+/// What somebody weighs, and how much of that counts as active.
+#[derive(Clone, Copy)]
+struct Weight {
+    all: u64,
+    active: u64,
+}
+
+impl Weight {
+    fn new(all: u64, is_active: bool) -> Self {
+        Self {
+            all,
+            active: if is_active { all } else { 0 },
+        }
+    }
+
+    fn sum(weights: impl Iterator<Item = Self>) -> Self {
+        weights.fold(Self { all: 0, active: 0 }, |sum, weight| Self {
+            all: sum.all + weight.all,
+            active: sum.active + weight.active,
+        })
+    }
+}
+
 impl Whole {
-    /// A part by weight: of `all` weights by right, of `active` ones if the others lend theirs.
-    fn part(self, weight: u64, is_active: bool, active: u64, all: u64) -> Self {
-        let fraction = scale(self.fraction, weight, all);
-        let lent = if is_active {
-            scale(self.lent, weight, active)
+    /// The part of who weighs that much of all by right, and of the active ones if the others lend theirs.
+    fn part(self, of: Weight, among: Weight) -> Self {
+        let fraction = scale(self.fraction, of.all, among.all);
+        let lent = if of.active > 0 {
+            scale(self.lent, of.active, among.active)
         } else {
             fraction
         };
@@ -142,10 +165,12 @@ impl Whole {
 /// Fractions of the whole for every process in `nodes`, each per context.
 fn distribute(whole: Whole, nodes: Vec<&Node>, parts: &mut Vec<Part>, lends: bool) {
     let nodes: Vec<&Node> = nodes.into_iter().filter(|node| !node.is_empty()).collect();
-    let (all, active) = weights(&nodes, lends);
+    let weight = |node: &Node, lends: bool| {
+        Weight::new(u64::from(node.weight.max(1)), !lends || node.is_active())
+    };
+    let all = Weight::sum(nodes.iter().map(|node| weight(node, lends)));
     for node in nodes {
-        let weight = u64::from(node.weight.max(1));
-        let share = whole.part(weight, !lends || node.is_active(), active, all);
+        let share = whole.part(weight(node, lends), all);
         let own: Vec<Contender> = node
             .own
             .iter()
@@ -153,50 +178,27 @@ fn distribute(whole: Whole, nodes: Vec<&Node>, parts: &mut Vec<Part>, lends: boo
             .filter(|process| process.contexts > 0)
             .collect();
         let inside: Vec<&Node> = node.inside.iter().filter(|node| !node.is_empty()).collect();
-        let working = own.iter().filter(|process| !process.idle).count() as u64;
-        let (among, among_active) = weights(&inside, true);
-        let own_weight = if own.is_empty() {
-            0
+        let one = |process: &Contender| Weight::new(1, !process.idle);
+        let processes = Weight::sum(own.iter().map(one));
+        let of_own = if own.is_empty() {
+            Weight::new(0, false)
         } else {
-            u64::from(OWN_WEIGHT)
+            Weight::new(u64::from(OWN_WEIGHT), processes.active > 0)
         };
-        let own_active = if working > 0 { own_weight } else { 0 };
-        let (all, active) = (own_weight + among, own_active + among_active);
-        let processes = own.len() as u64;
-        let of_own = share.part(own_weight, working > 0, active, all);
+        let of_inside = Weight::sum(inside.iter().map(|node| weight(node, true)));
+        let both = Weight::sum([of_own, of_inside].into_iter());
+        let own_share = share.part(of_own, both);
         parts.extend(own.into_iter().map(|process| {
-            let one = of_own.part(1, !process.idle, working, processes);
+            let share = own_share.part(one(&process), processes);
             let contexts = u64::from(process.contexts);
             Part {
                 process,
-                fraction: one.fraction / contexts,
-                lent: one.lent / contexts,
+                fraction: share.fraction / contexts,
+                lent: share.lent / contexts,
             }
         }));
-        let of_inside = share.part(among, among_active > 0, active, all);
-        // What the ones inside have by right is theirs together; what they are lent is for the active ones.
-        let of_inside = Whole {
-            lent: if among_active > 0 {
-                scale(share.lent, among_active, active)
-            } else {
-                of_inside.lent
-            },
-            ..of_inside
-        };
-        distribute(of_inside, inside, parts, true);
+        distribute(share.part(of_inside, both), inside, parts, true);
     }
-}
-
-/// Sum of the weights of all nodes and of those that count as active.
-fn weights(nodes: &[&Node], lends: bool) -> (u64, u64) {
-    let sum = |counts: &dyn Fn(&Node) -> bool| {
-        nodes
-            .iter()
-            .filter(|node| counts(node))
-            .map(|node| u64::from(node.weight.max(1)))
-            .sum()
-    };
-    (sum(&|_| true), sum(&|node| !lends || node.is_active()))
 }
 
 /// Slices per context that are proportional to the fractions, none below [`LEAST_SLICE_US`].
