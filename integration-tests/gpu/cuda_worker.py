@@ -42,20 +42,26 @@ def context():
     return {"pid": os.getpid()}
 
 
-def launch(seconds):
-    """Launches for so long; how many, and how many in each tenth of a second of the system's clock."""
-    call, arguments, clock = cuda.cuLaunchKernel, state["arguments"], time.monotonic
+def repeated(call, seconds):
+    """Calls for so long; how often, and how often in each tenth of a second of the system's clock."""
+    clock = time.monotonic
     bins = collections.Counter()
     start = now = clock()
     end = start + seconds
     count = 0
     while now < end:
-        check(call(*arguments), "cuLaunchKernel")
+        call()
         now = clock()
         bins[int(now * 10)] += 1
         count += 1
-    check(cuda.cuCtxSynchronize(), "cuCtxSynchronize")
     return {"launches": count, "start": start, "end": now, "bins": bins}
+
+
+def launch(seconds):
+    call, arguments = cuda.cuLaunchKernel, state["arguments"]
+    answer = repeated(lambda: check(call(*arguments), "cuLaunchKernel"), seconds)
+    check(cuda.cuCtxSynchronize(), "cuCtxSynchronize")
+    return answer
 
 
 def cost(count):
@@ -76,22 +82,17 @@ def code(function="cuLaunchKernel"):
 
 
 def torch_ops(seconds):
+    """Additions in place by PyTorch; the first call makes what the others need and adds nothing."""
     import torch
 
     if "x" not in state:
         state["x"] = torch.zeros(16, device="cuda")
         state["x"].add_(1)
-        torch.cuda.synchronize()
-        return {"ops": 0, "start": 0, "end": 1}
+        seconds = 0
     x = state["x"]
-    start = now = time.monotonic()
-    count = 0
-    while now < start + seconds:
-        x.add_(1)
-        count += 1
-        now = time.monotonic()
+    answer = repeated(lambda: x.add_(1), seconds)
     torch.cuda.synchronize()
-    return {"ops": count, "start": start, "end": now}
+    return answer
 
 
 def torch_graph(seconds, nodes):
@@ -108,15 +109,9 @@ def torch_graph(seconds, nodes):
             for _ in range(nodes):
                 x.add_(1)
         state["graph"] = graph
-    graph = state["graph"]
-    start = now = time.monotonic()
-    count = 0
-    while now < start + seconds:
-        graph.replay()
-        count += 1
-        now = time.monotonic()
+    answer = repeated(state["graph"].replay, seconds)
     torch.cuda.synchronize()
-    return {"replays": count, "start": start, "end": now}
+    return answer
 
 
 class PoolProperties(ctypes.Structure):
