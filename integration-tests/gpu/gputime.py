@@ -61,7 +61,7 @@ def shares(test, workers, lines, seconds, wanted=None, within=1.0, within_window
 # A process that has left the GPU alone for three seconds lends its share; NVML tells so with a delay.
 FORGOTTEN = 5
 # What the victim does in its first moments is not counted: both sides of the comparison begin.
-SETTLED_MS = 400
+SETTLED_MS = 600
 
 
 def latency(test, victim, line, neighbour=None, neighbour_line=None):

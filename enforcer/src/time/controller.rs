@@ -23,7 +23,7 @@ use tracing::{error, info, warn};
 use super::{
     energy::Spent,
     engine::{Engine, Levers as _, Settings},
-    gpu::Told,
+    gpu::{LINGER, Told},
     handles::Place,
     levers::DriverLevers,
     release,
@@ -426,6 +426,12 @@ impl Worker {
             if let Some(last) = (self.last_launch)(tgid) {
                 probed = true;
                 self.engine.launched(tgid, last, LAUNCH_LINGER);
+            }
+        }
+        // Slices are set no faster than telemetry comes, so this needs no poll of its own.
+        for tgid in self.engine.targeted() {
+            if let Some(last) = (self.last_launch)(tgid) {
+                self.engine.launched(tgid, last, LINGER);
             }
         }
         probed

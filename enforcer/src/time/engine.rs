@@ -231,6 +231,14 @@ impl Engine {
             .collect()
     }
 
+    /// Processes of tenants with a latency target, where there is somebody to squeeze.
+    pub fn targeted(&self) -> Vec<u32> {
+        self.gpus
+            .iter()
+            .flat_map(|(gpu, state)| state.targeted(&self.rules, *gpu))
+            .collect()
+    }
+
     /// A process launched work at `now`; it counts as active for `linger`.
     pub fn launched(&mut self, tgid: u32, now: Duration, linger: Duration) {
         for gpu in self.gpus.values_mut() {

@@ -17,7 +17,7 @@ use super::{
 };
 
 /// Who used a GPU counts as active for so long after.
-const LINGER: Duration = Duration::from_secs(1);
+pub const LINGER: Duration = Duration::from_secs(1);
 /// Who left the GPU alone for so long lends its share to others of its tenant. Longer than it takes to see that somebody
 /// is back, so that coming and going wins nobody much.
 const IDLE_AFTER: Duration = Duration::from_secs(3);
@@ -239,6 +239,16 @@ impl Gpu {
 
     /// Processes of exclusive tenants, if there is anybody of a lower class.
     pub fn privileged(&self, rules: &Rules, gpu: u32) -> Vec<u32> {
+        self.above_others(rules, gpu, |rule| rule.exclusive)
+    }
+
+    /// Processes of tenants with a latency target, if there is anybody of a lower class.
+    pub fn targeted(&self, rules: &Rules, gpu: u32) -> Vec<u32> {
+        self.above_others(rules, gpu, |rule| rule.latency_target.is_some())
+    }
+
+    /// Processes of tenants with such a rule, if there is anybody of a lower class than theirs.
+    fn above_others(&self, rules: &Rules, gpu: u32, has: impl Fn(&Rule) -> bool) -> Vec<u32> {
         let residents = self.residents(rules, gpu);
         let lowest = residents.values().map(|rule| rule.priority).min();
         self.members
@@ -246,7 +256,7 @@ impl Gpu {
             .filter(|member| {
                 residents
                     .get(&member.tenant)
-                    .is_some_and(|rule| rule.exclusive && Some(rule.priority) > lowest)
+                    .is_some_and(|rule| has(rule) && Some(rule.priority) > lowest)
             })
             .map(|member| member.tgid)
             .collect()
@@ -365,14 +375,19 @@ impl Gpu {
             return false;
         }
         self.known_us = known_us;
-        if told.missed() {
+        let missed = told.missed();
+        if missed {
             self.missed_us = known_us;
-            for at in self.worked.values_mut() {
-                *at = now;
-            }
         }
         if from_us == 0 {
             return false;
+        }
+        if missed {
+            // Time of which nothing is known is not idle time.
+            let span = Duration::from_micros(known_us - from_us);
+            for at in self.worked.values_mut() {
+                *at = (*at + span).min(now);
+            }
         }
         self.measure(context, now);
         self.feel(context, (from_us, known_us), busy);
@@ -381,7 +396,8 @@ impl Gpu {
             self.spend(context, span, busy, counter_mj, &tenants);
         }
         let lending = self.find_idle(now);
-        self.target(context, now) || lending
+        // Nor does it say whether somebody waits.
+        (!missed && self.target(context, now)) || lending
     }
 
     /// Divides the energy of a span by GPU time.

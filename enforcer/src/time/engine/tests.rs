@@ -522,6 +522,47 @@ fn a_forgotten_process_does_not_cost_its_tenant_its_share() {
 }
 
 #[test]
+fn work_that_is_told_of_late_does_not_make_a_forgotten_process_look_busy() {
+    let (mut engine, mut model) = engine(&[rule(100), rule(100)], &[(10, 0), (11, 0), (12, 1)]);
+    let mut live_for = |ms, model: &mut Model| {
+        let span = Duration::from_millis(ms);
+        live(&mut engine, model, span, Duration::ZERO, true);
+    };
+    // Nobody does anything, and then all but one begin at once; NVML is a moment later than the board.
+    model.idle.extend([10, 11, 12]);
+    live_for(5000, &mut model);
+    model.idle = [11].into();
+    model.mute = true;
+    live_for(300, &mut model);
+    model.mute = false;
+    live_for(600, &mut model);
+    assert_eq!(model.slices[&10], 5000);
+}
+
+#[test]
+fn a_latency_target_is_held_while_nothing_is_told_of_processes() {
+    let urgent = Rule {
+        priority: 200,
+        latency_target: Some(Duration::from_millis(2)),
+        ..rule(50)
+    };
+    let (mut engine, mut model) = engine(&[urgent, rule(50)], &[(10, 0), (11, 1)]);
+    let mut live_for = |seconds, model: &mut Model| {
+        let span = Duration::from_secs(seconds);
+        live(&mut engine, model, span, Duration::ZERO, true);
+        model.slices[&11]
+    };
+    let squeezed = live_for(4, &mut model);
+    assert!(squeezed <= 2000, "{squeezed}");
+    model.mute = true;
+    assert_eq!(live_for(5, &mut model), squeezed);
+    // Silence that is told, not missed, is an end of work.
+    model.mute = false;
+    model.idle.extend([10, 11]);
+    assert!(live_for(5, &mut model) > squeezed);
+}
+
+#[test]
 fn a_ceiling_holds_while_nothing_is_told_of_processes() {
     let capped = Rule {
         max: Some(0.25),
