@@ -7,6 +7,7 @@ use crate::builtin::{self, BURST_NANOS, LEAST_BURST};
 use crate::gpu::{GpuSelector, HostGpu};
 use crate::limits::{Key, Limits};
 use crate::policy::{Policy, Tenant};
+use crate::profile::{Factor, Share};
 use crate::source::{Origin, Spanned};
 use crate::values::{
     GraphCost, Limit, Managed, OnBreach, OnHigh, OnLaunchMax, OnMemoryMax, OnXid, Pace, Percent,
@@ -31,6 +32,8 @@ pub struct Budget {
     pub time: TimeBudget,
     /// GPU faults.
     pub fault: FaultBudget,
+    /// What is looked for in its launches.
+    pub profile: ProfileBudget,
 }
 
 /// Memory of one tenant on one GPU, in bytes. None is no limit.
@@ -95,6 +98,17 @@ pub struct FaultBudget {
     pub on_xid: OnXid,
     /// The Xids that it answers.
     pub xids: Xids,
+}
+
+/// How launches of one tenant are profiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProfileBudget {
+    /// How many times the usual duration is an anomaly.
+    pub factor: Factor,
+    /// Most of a process's time that the probes may cost.
+    pub budget: Share,
+    /// Whether that happens at all times.
+    pub always: bool,
 }
 
 /// What gave a value its effect, weakest first.
@@ -314,6 +328,11 @@ impl OnGpu<'_> {
             fault: FaultBudget {
                 on_xid: layers.value(|limits| &limits.fault_on_xid),
                 xids: layers.value(|limits| &limits.fault_xids),
+            },
+            profile: ProfileBudget {
+                factor: layers.value(|limits| &limits.anomaly_factor),
+                budget: layers.value(|limits| &limits.insight_budget),
+                always: layers.value(|limits| &limits.insight_profile),
             },
         })
     }

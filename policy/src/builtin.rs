@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::limits::Limits;
 use crate::policy::Class;
+use crate::profile::{Factor, Share};
 use crate::source::{Origin, Spanned};
 use crate::values::{
     GraphCost, Limit, Managed, OnBreach, OnHigh, OnLaunchMax, OnMemoryMax, OnXid, Pace, Size,
@@ -66,6 +67,9 @@ static DEFAULTS: LazyLock<Limits> = LazyLock::new(|| Limits {
     time_latency_target: builtin(Limit::Max),
     fault_on_xid: builtin(OnXid::Notify),
     fault_xids: builtin(Xids::of(APPLICATION_XIDS)),
+    anomaly_factor: builtin(Factor::DEFAULT),
+    insight_budget: builtin(Share::DEFAULT),
+    insight_profile: builtin(false),
 });
 
 static CLASSES: LazyLock<BTreeMap<&'static str, Class>> = LazyLock::new(|| {

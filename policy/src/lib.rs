@@ -35,6 +35,7 @@ mod load;
 mod name;
 mod policy;
 mod print;
+mod profile;
 pub mod property;
 mod raw;
 mod source;
@@ -44,7 +45,8 @@ mod values;
 mod xids;
 
 pub use budget::{
-    Budget, ExplainedValue, FaultBudget, LaunchBudget, Level, MemoryBudget, OnGpu, TimeBudget,
+    Budget, ExplainedValue, FaultBudget, LaunchBudget, Level, MemoryBudget, OnGpu, ProfileBudget,
+    TimeBudget,
 };
 pub use builtin::{BUILTIN_CLASSES, DEFAULT_CLASS};
 pub use cgroup::{CgroupPattern, CgroupPatternError};
@@ -54,6 +56,7 @@ pub use limits::{Key, Limits};
 pub use load::{Loaded, MAX_FILE_BYTES};
 pub use name::is_name;
 pub use policy::{Class, Policy, Tenant};
+pub use profile::{Factor, Share};
 pub use source::{Layer, Origin, Source, Spanned, merge_order};
 pub use validate::{CONTEXT_BYTES, MEMORY_CHUNK};
 pub use values::{

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use crate::profile::{Factor, Share};
 use crate::raw::{Mistake, Raw};
 use crate::source::{Origin, Spanned};
 use crate::validate::{CONTEXT_BYTES, MEMORY_CHUNK};
@@ -120,11 +121,18 @@ limits! {
     fault_on_xid FaultOnXid "fault.on-xid": OnXid;
     /// The driver's error codes (Xids) that fault.on-xid answers.
     fault_xids FaultXids "fault.xids": Xids;
+    /// How many times as long as usual a kernel takes until it is waited for before that is an anomaly.
+    anomaly_factor AnomalyFactor "anomaly.factor": Factor;
+    /// Most of a process's time that the probes of the launch profile may cost.
+    insight_budget InsightBudget "insight.budget": Share;
+    /// Whether launches of the tenant are profiled at all times.
+    insight_profile InsightProfile "insight.profile": bool;
 }
 
 impl Key {
     /// The tables that the keys stand in.
-    pub(crate) const GROUPS: [&str; 4] = ["memory", "launch", "time", "fault"];
+    pub(crate) const GROUPS: [&str; 6] =
+        ["memory", "launch", "time", "fault", "anomaly", "insight"];
 
     /// The key of this name.
     pub fn from_name(name: &str) -> Option<Self> {

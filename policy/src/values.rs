@@ -71,7 +71,7 @@ impl<T: Setting> Setting for Limit<T> {
 
 /// A number with a decimal fraction, kept exact: `mantissa / 10^decimals`.
 #[derive(Clone, Copy)]
-struct Decimal {
+pub(crate) struct Decimal {
     mantissa: u128,
     decimals: u32,
 }
@@ -79,7 +79,7 @@ struct Decimal {
 impl Decimal {
     /// Splits `text` into a leading number and what follows, spaces between them dropped. None without a number, or when
     /// it has more than 18 digits before or 9 after the point.
-    fn split(text: &str) -> Option<(Self, &str)> {
+    pub(crate) fn split(text: &str) -> Option<(Self, &str)> {
         let end = text
             .find(|c: char| !c.is_ascii_digit() && c != '.')
             .unwrap_or(text.len());
@@ -98,7 +98,7 @@ impl Decimal {
     }
 
     /// The number times `unit`, and whether it came out whole. None if it does not fit.
-    fn times(self, unit: u64) -> Option<(u64, bool)> {
+    pub(crate) fn times(self, unit: u64) -> Option<(u64, bool)> {
         let scaled = self.mantissa.checked_mul(u128::from(unit))?;
         let divisor = 10u128.pow(self.decimals);
         Some((u64::try_from(scaled / divisor).ok()?, scaled % divisor == 0))

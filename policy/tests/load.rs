@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use gpuquota_policy::{
-    Diagnostic, GpuSelector, Host, HostGpu, Key, Layer, Level, Limit, OnXid, Policy, Severity,
-    Size, Source, Xids,
+    Diagnostic, Factor, GpuSelector, Host, HostGpu, Key, Layer, Level, Limit, OnXid, Policy,
+    Severity, Share, Size, Source, Xids,
 };
 
 fn source(path: &str, text: &str) -> Source {
@@ -156,6 +156,11 @@ latency-target = "10ms"
 [tenant.a.fault]
 on-xid = "freeze"
 xids = [13, 0x1f]
+[tenant.a.anomaly]
+factor = 2.5
+[tenant.a.insight]
+budget = "0.25%"
+profile = true
 "#,
     );
     let tenant = &policy.tenants["a"];
@@ -168,6 +173,9 @@ xids = [13, 0x1f]
     assert_eq!(budget.time.latency_target, Some(Duration::from_millis(10)));
     assert_eq!(budget.fault.on_xid, OnXid::Freeze);
     assert_eq!(budget.fault.xids, Xids::of([13, 31]));
+    assert_eq!(Some(budget.profile.factor), Factor::from_hundredths(250));
+    assert_eq!(Some(budget.profile.budget), Share::from_basis_points(25));
+    assert!(budget.profile.always);
     // The tenant's own value beats its class's for one GPU.
     assert_eq!(
         budget.time.max.map(gpuquota_policy::Percent::basis_points),

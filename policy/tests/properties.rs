@@ -177,10 +177,16 @@ fn value(key: Key) -> BoxedStrategy<String> {
             "\"freeze\"",
         ]),
         Key::MemoryManaged => text(&["\"charge\"", "\"deny\"", "\"ignore\""]),
-        Key::MemoryContext => text(&["true", "false"]),
+        Key::MemoryContext | Key::InsightProfile => text(&["true", "false"]),
         Key::MemoryOnBreach => text(&["\"kill\"", "\"notify\""]),
         Key::FaultOnXid => text(&["\"notify\"", "\"freeze\"", "\"kill\""]),
         Key::FaultXids => text(&["[]", "[31]", "[13, 31, 79]"]),
+        Key::AnomalyFactor => (101u32..=100_000)
+            .prop_map(|n| format!("{}.{:02}", n / 100, n % 100))
+            .boxed(),
+        Key::InsightBudget => (1u32..=10_000)
+            .prop_map(|n| format!("\"{}.{:02}%\"", n / 100, n % 100))
+            .boxed(),
         Key::LaunchMax => (
             1u32..1_000_000,
             select(&["", "k"][..]),
