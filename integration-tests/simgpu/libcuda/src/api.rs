@@ -748,6 +748,52 @@ api! {
         out(function, std::ptr::from_ref(found))
     }
 
+    /// Loads a library, which is a module here; the options are for the compiler, which there is none of.
+    fn cuLibraryLoadData(
+        library: *mut *mut Module,
+        image: *const c_char,
+        _compiler: *const c_int,
+        _compiler_values: *const *const c_void,
+        _compiler_count: c_uint,
+        _options: *const c_int,
+        _values: *const *const c_void,
+        _count: c_uint,
+    ) {
+        // SAFETY: same contract.
+        done_result(unsafe { cuModuleLoadData(library, image) })
+    }
+
+    /// Gives a library back.
+    fn cuLibraryUnload(library: *mut Module) {
+        destroy(library)
+    }
+
+    /// A kernel of a library. The real library has handles of another kind for it; what launches takes both.
+    fn cuLibraryGetKernel(kernel: *mut *const Function, library: *const Module, name: *const c_char) {
+        let found = behind(library)?.get(text(name)?).ok_or(error::NOT_FOUND)?;
+        out(kernel, std::ptr::from_ref(found))
+    }
+
+    /// The kernel of a library as a function of the current context.
+    fn cuKernelGetFunction(function: *mut *const Function, kernel: *const Function) {
+        current()?;
+        let kernel = behind(kernel)?;
+        // Kept for good: the real one lives as long as its library too, which here may be given back first.
+        out(function, give(kernel.clone()).cast_const())
+    }
+
+    /// As `cuEventRecord`; the flags are about graphs.
+    fn cuEventRecordWithFlags(event: *mut Event, stream: *const Stream, _flags: c_uint) {
+        // SAFETY: same contract.
+        done_result(unsafe { cuEventRecord(event, stream) })
+    }
+
+    /// As `cuEventRecordWithFlags`, for per-thread streams.
+    fn cuEventRecordWithFlags_ptsz(event: *mut Event, stream: *const Stream, _flags: c_uint) {
+        // SAFETY: same contract.
+        done_result(unsafe { cuEventRecord(event, stream) })
+    }
+
     /// Launches a kernel.
     fn cuLaunchKernelEx(
         config: *const LaunchConfig,

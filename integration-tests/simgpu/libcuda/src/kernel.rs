@@ -10,6 +10,8 @@ use crate::error::{self, CuResult};
 pub enum Effect {
     /// Takes time, nanoseconds.
     Spin(u64),
+    /// Takes as many nanoseconds as its first argument says.
+    SpinFor,
     /// Takes a microsecond and touches the memory at its first argument.
     Touch,
 }
@@ -26,7 +28,7 @@ pub struct Function {
 /// A module, behind a `CUmodule`: the functions that its text defines.
 ///
 /// The text is PTX, so that the same module works on a real GPU. The model reads the names of its entries:
-/// `spin_25us` takes 25 µs, `spin_300ns` 300 ns, `touch` uses the memory at its first argument, and any other
+/// `spin_25us` takes 25 µs, `spin_300ns` 300 ns, `spin_for` as many nanoseconds as its first argument says, `touch` uses the memory at its first argument, and any other
 /// takes a microsecond.
 pub struct Module {
     functions: Vec<Function>,
@@ -66,6 +68,9 @@ fn effect_of(name: &str) -> Effect {
     const DEFAULT_NS: u64 = 1000;
     if name == "touch" {
         return Effect::Touch;
+    }
+    if name == "spin_for" {
+        return Effect::SpinFor;
     }
     let Some(length) = name.strip_prefix("spin_") else {
         return Effect::Spin(DEFAULT_NS);
@@ -118,6 +123,7 @@ pub fn launch(
 ) -> Result<(), CuResult> {
     match function.effect {
         Effect::Spin(ns) => context.launcher.launch(channel, 1, ns),
+        Effect::SpinFor => context.launcher.launch(channel, 1, argument()),
         Effect::Touch => {
             driver.memory.touch(driver, context.device, argument())?;
             context.launcher.launch(channel, 1, 1000)

@@ -69,6 +69,10 @@ struct KernelNodeParams {
 #[derive(Clone, Copy)]
 pub struct Kernel(*mut c_void);
 
+/// A moment in the stream.
+#[derive(Clone, Copy)]
+pub struct Event(*mut c_void);
+
 /// A graph that is ready to launch.
 #[derive(Clone, Copy)]
 pub struct GraphExec(*mut c_void);
@@ -316,6 +320,36 @@ impl Cuda {
         Ok(Kernel(function))
     }
 
+    /// A kernel of a library, as the CUDA runtime gets its own.
+    pub fn library_kernel(&self, ptx: &str, name: &str) -> Result<Kernel, TenantError> {
+        let nul = |_| TenantError::Usage("a zero byte in a name".into());
+        let text = CString::new(ptx).map_err(nul)?;
+        let name = CString::new(name).map_err(nul)?;
+        let mut library: *mut c_void = std::ptr::null_mut();
+        call!(self, cuLibraryLoadData(
+            &raw mut library => *mut *mut c_void,
+            text.as_ptr() => *const c_char,
+            std::ptr::null() => *const c_int,
+            std::ptr::null() => *const *const c_void,
+            0 => c_uint,
+            std::ptr::null() => *const c_int,
+            std::ptr::null() => *const *const c_void,
+            0 => c_uint,
+        ))?;
+        let mut kernel: *mut c_void = std::ptr::null_mut();
+        call!(self, cuLibraryGetKernel(
+            &raw mut kernel => *mut *mut c_void,
+            library => *mut c_void,
+            name.as_ptr() => *const c_char,
+        ))?;
+        let mut function: *mut c_void = std::ptr::null_mut();
+        call!(self, cuKernelGetFunction(
+            &raw mut function => *mut *mut c_void,
+            kernel => *mut c_void,
+        ))?;
+        Ok(Kernel(function))
+    }
+
     /// The function behind a name, to call it often.
     pub fn launcher(&self) -> Result<Launcher<'_>, TenantError> {
         // SAFETY: the type is that of `cuda.h` for this name.
@@ -402,6 +436,28 @@ impl Cuda {
             Err(TenantError::Call { code, .. }) if code == self.code_name(NOT_READY) => Ok(false),
             Err(error) => Err(error),
         }
+    }
+
+    /// Waits for the context.
+    pub fn synchronize_context(&self) -> Result<(), TenantError> {
+        call!(self, cuCtxSynchronize())
+    }
+
+    /// Makes an event.
+    pub fn event(&self) -> Result<Event, TenantError> {
+        let mut event: *mut c_void = std::ptr::null_mut();
+        call!(self, cuEventCreate(&raw mut event => *mut *mut c_void, 0 => c_uint))?;
+        Ok(Event(event))
+    }
+
+    /// Puts an event behind what was launched.
+    pub fn record(&self, event: Event) -> Result<(), TenantError> {
+        call!(self, cuEventRecord(event.0 => *mut c_void, self.stream => *mut c_void))
+    }
+
+    /// Waits for an event.
+    pub fn synchronize_event(&self, event: Event) -> Result<(), TenantError> {
+        call!(self, cuEventSynchronize(event.0 => *mut c_void))
     }
 
     /// Waits for the stream.

@@ -6,10 +6,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::TenantError;
-use super::cuda::Cuda;
+use super::cuda::{Cuda, Kernel};
 use super::passing::{self, Passing};
 use super::raw::Raw;
-use super::step::{LaunchVia, Rate, Step, Via};
+use super::step::{LaunchVia, Rate, Step, Via, WaitVia};
 
 /// What a workload uses.
 #[derive(Clone, Debug)]
@@ -41,6 +41,8 @@ pub struct Tenant {
     raw: Option<Raw>,
     held: Vec<Held>,
     passing: Passing,
+    /// Of the rounds before.
+    kept_kernel: Option<Kernel>,
 }
 
 impl Tenant {
@@ -52,6 +54,7 @@ impl Tenant {
             raw: None,
             held: Vec::new(),
             passing: Passing::default(),
+            kept_kernel: None,
         }
     }
 
@@ -106,6 +109,12 @@ impl Tenant {
                 kernel_us,
                 duration,
             } => self.burst(*kernels, *kernel_us, *duration),
+            Step::Rounds {
+                rounds,
+                kernel_us,
+                wait,
+                library,
+            } => self.rounds(*rounds, *kernel_us, *wait, *library),
             Step::Slice { us } => {
                 self.raw()?.set_slice(*us)?;
                 Ok(format!("slice {us}"))
@@ -364,6 +373,38 @@ impl Tenant {
         ))
     }
 
+    fn rounds(
+        &mut self,
+        rounds: u64,
+        kernel_us: u64,
+        wait: WaitVia,
+        library: bool,
+    ) -> Result<String, TenantError> {
+        let kept = self.kept_kernel.filter(|_| !library);
+        let cuda = self.cuda()?;
+        let kernel = match kept {
+            Some(kernel) => kernel,
+            None if library => cuda.library_kernel(SPIN_FOR, "spin_for")?,
+            None => cuda.kernel(SPIN_FOR, "spin_for")?,
+        };
+        let launcher = cuda.launcher()?;
+        let event = cuda.event()?;
+        let mut length = [kernel_us.saturating_mul(1000)];
+        for _ in 0..rounds {
+            launcher.launch(kernel, &mut length)?;
+            match wait {
+                WaitVia::Stream => cuda.synchronize()?,
+                WaitVia::Context => cuda.synchronize_context()?,
+                WaitVia::Event => {
+                    cuda.record(event)?;
+                    cuda.synchronize_event(event)?;
+                }
+            }
+        }
+        self.kept_kernel = Some(kernel);
+        Ok(format!("rounds {rounds}"))
+    }
+
     fn measure(&mut self, size: u64, rounds: usize) -> Result<String, TenantError> {
         let raw = self.raw()?;
         let (mut allocs, mut frees) = (Vec::new(), Vec::new());
@@ -510,6 +551,25 @@ again:
 "
     )
 }
+
+/// A kernel that runs for as many nanoseconds as its argument says.
+const SPIN_FOR: &str = ".version 7.0
+.target sm_70
+.address_size 64
+.visible .entry spin_for(.param .u64 length)
+{
+    .reg .u64 %now, %start, %since, %length;
+    .reg .pred %more;
+    ld.param.u64 %length, [length];
+    mov.u64 %start, %globaltimer;
+again:
+    mov.u64 %now, %globaltimer;
+    sub.u64 %since, %now, %start;
+    setp.lt.u64 %more, %since, %length;
+    @%more bra again;
+    ret;
+}
+";
 
 /// A handle under which nothing is ever made.
 const UNKNOWN: u32 = 0x5cff_fff0;

@@ -93,6 +93,17 @@ pub enum LaunchVia {
     Graph,
 }
 
+/// Ways to wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum WaitVia {
+    /// `cuStreamSynchronize`.
+    Stream,
+    /// `cuCtxSynchronize`.
+    Context,
+    /// `cuEventRecord` and `cuEventSynchronize`.
+    Event,
+}
+
 /// One step.
 #[derive(Clone, Debug, Subcommand)]
 pub enum Step {
@@ -180,6 +191,21 @@ pub enum Step {
         /// For so long.
         #[arg(long = "for", default_value = "1s", value_parser = parse_duration)]
         duration: Duration,
+    },
+    /// Launch a kernel and wait for it, so often; the kernel is the same one for every length, and is kept for the next such
+    /// step.
+    Rounds {
+        /// How often.
+        rounds: u64,
+        /// Length of the kernel in microseconds.
+        #[arg(long, default_value_t = 1000)]
+        kernel_us: u64,
+        /// How to wait.
+        #[arg(long, value_enum, default_value = "stream")]
+        wait: WaitVia,
+        /// Get the kernel anew, from a library as the CUDA runtime does.
+        #[arg(long)]
+        library: bool,
     },
     /// Set the time slice of an own channel group, without libcuda.
     Slice {
