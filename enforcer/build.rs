@@ -36,7 +36,7 @@ fn main() -> Result<()> {
         .status()
         .context("cannot run cargo for the eBPF programs")?;
     ensure!(status.success(), "the eBPF programs do not build: {status}");
-    for name in ["gpuquota-ebpf", "gpuquota-insight"] {
+    for name in ["gpuquota-ebpf", "gpuquota-insight", "gpuquota-profile"] {
         let object = target_dir.join("bpfel-unknown-none/release").join(name);
         std::fs::copy(&object, out.join(name))
             .with_context(|| format!("cannot copy {}", object.display()))?;
@@ -65,8 +65,8 @@ fn cargo(rustc: &OsString, arch: &str) -> Command {
     }
     command
         .env("RUSTC", rustc)
-        // Opens the unstable features that these two crates use: inline assembly and atomic intrinsics.
-        .env("RUSTC_BOOTSTRAP", "aya_ebpf,gpuquota_ebpf")
+        // Opens the unstable features that these crates use: inline assembly and atomic intrinsics.
+        .env("RUSTC_BOOTSTRAP", "aya_ebpf,gpuquota_ebpf,gpuquota_profile")
         .env(
             "CARGO_ENCODED_RUSTFLAGS",
             flags.join(&SEPARATOR.to_string()),

@@ -3,7 +3,8 @@
 //! [`map`] and [`event`] hold the layouts that cross the border, with tests for size and offsets;
 //! [`op`] names the ledger operations that user space asks the kernel side to perform; [`nvidia`]
 //! is the driver's ABI as far as it is decoded, and [`rm`] decodes it, for both sides alike; [`launch`] is all of
-//! launch budgets, [`waiting`] of the queue of allocations that wait, [`claim`] of what is reserved, [`insight`] of the leak finder.
+//! launch budgets, [`waiting`] of the queue of allocations that wait, [`claim`] of what is reserved, [`insight`] of the leak finder,
+//! [`profile`] of the launch profile.
 #![no_std]
 #![allow(
     clippy::cast_possible_truncation,
@@ -22,6 +23,7 @@ pub mod launch;
 pub mod map;
 pub mod nvidia;
 pub mod op;
+pub mod profile;
 pub mod rm;
 pub mod time;
 pub mod waiting;

@@ -15,6 +15,7 @@ use crate::{
         Backend, Finding, Gpu, Held, Notice, PolicyLoaded, QuotaChange, Tenant,
         insight::{self, HeatRow, HeatTuple, HistoryDict, MemoryHistory},
         leaks::{LeakReport, Target},
+        profile::ProfileReport,
         wire::{self, GpuDict, TenantDict, Triple},
         wire_time::{self, HeldTuple},
     },
@@ -89,6 +90,22 @@ trait Leaks {
     #[zbus(allow_interactive_auth)]
     fn stop_leaks(&self, target: &str) -> zbus::Result<String>;
     fn list_leaks(&self) -> zbus::Result<Vec<String>>;
+}
+
+#[proxy(
+    interface = "org.gpuquota.Enforcer1.Profile",
+    default_service = "org.gpuquota.Enforcer1",
+    default_path = "/org/gpuquota/Enforcer1",
+    gen_blocking = false
+)]
+trait Profile {
+    #[zbus(allow_interactive_auth)]
+    fn start_profile(&self, target: &str, limit_usec: u64) -> zbus::Result<()>;
+    #[zbus(allow_interactive_auth)]
+    fn get_profile(&self, target: &str) -> zbus::Result<String>;
+    #[zbus(allow_interactive_auth)]
+    fn stop_profile(&self, target: &str) -> zbus::Result<String>;
+    fn list_profiles(&self) -> zbus::Result<Vec<String>>;
 }
 
 /// A call to the daemon failed.
@@ -400,6 +417,48 @@ impl Client {
         Ok(targets.iter().map(|target| Target::parse(target)).collect())
     }
 
+    async fn profiler(&self) -> Result<ProfileProxy<'static>, ClientError> {
+        let proxy = ProfileProxy::builder(&self.connection)
+            .cache_properties(zbus::proxy::CacheProperties::No)
+            .build();
+        self.call(READ_TIMEOUT, proxy).await
+    }
+
+    /// Profiles the launches of a tenant or process for so long at most.
+    pub async fn start_profile(&self, target: &Target, limit: Duration) -> Result<(), ClientError> {
+        let (profiler, target) = (self.profiler().await?, target.to_string());
+        self.call(
+            CHANGE_TIMEOUT,
+            profiler.start_profile(&target, micros(limit)),
+        )
+        .await
+    }
+
+    /// What was found so far.
+    pub async fn profile(&self, target: &Target) -> Result<ProfileReport, ClientError> {
+        let (profiler, target) = (self.profiler().await?, target.to_string());
+        let json = self
+            .call(CHANGE_TIMEOUT, profiler.get_profile(&target))
+            .await?;
+        serde_json::from_str(&json).map_err(protocol)
+    }
+
+    /// Removes the probes, and tells what was found.
+    pub async fn stop_profile(&self, target: &Target) -> Result<ProfileReport, ClientError> {
+        let (profiler, target) = (self.profiler().await?, target.to_string());
+        let json = self
+            .call(CHANGE_TIMEOUT, profiler.stop_profile(&target))
+            .await?;
+        serde_json::from_str(&json).map_err(protocol)
+    }
+
+    /// Whose launches are or were profiled.
+    pub async fn profile_targets(&self) -> Result<Vec<Target>, ClientError> {
+        let profiler = self.profiler().await?;
+        let targets = self.call(READ_TIMEOUT, profiler.list_profiles()).await?;
+        Ok(targets.iter().map(|target| Target::parse(target)).collect())
+    }
+
     /// The whole state of the daemon, for debugging.
     pub async fn dump_state(&self) -> Result<serde_json::Value, ClientError> {
         let json = self.call(READ_TIMEOUT, self.manager.dump_state()).await?;
@@ -580,6 +639,7 @@ fn notice(message: &Message) -> Result<Option<Notice>, ClientError> {
                 budget,
             }
         }
+        Some("Anomaly") => anomaly(&body)?,
         Some("Xid") => xid(&body)?,
         Some("PolicyLoaded") => {
             let (generation, tenants, warnings) = body.deserialize().map_err(protocol)?;
@@ -600,6 +660,17 @@ fn notice(message: &Message) -> Result<Option<Notice>, ClientError> {
         _ => return Ok(None),
     };
     Ok(Some(notice))
+}
+
+fn anomaly(body: &zbus::message::Body) -> Result<Notice, ClientError> {
+    let (tenant, pid, kernel, duration_usec, usual_usec) = body.deserialize().map_err(protocol)?;
+    Ok(Notice::Anomaly {
+        tenant,
+        pid,
+        kernel,
+        duration_usec,
+        usual_usec,
+    })
 }
 
 fn xid(body: &zbus::message::Body) -> Result<Notice, ClientError> {

@@ -15,6 +15,7 @@ mod judging;
 mod launching;
 mod measuring;
 mod policy;
+mod profiling;
 mod recording;
 mod refusing;
 mod timing;
@@ -56,6 +57,7 @@ use crate::{
     lifecycle::Proc,
     open_files::OpenFiles,
     policy_files::FileError,
+    profile::Profiles,
     telemetry::{Telemetry, TelemetryError},
     tenancy::{Seating, TenancyError},
     time::TimeControl,
@@ -173,6 +175,7 @@ pub struct Enforcer {
     time: TimeControl,
     launches: Arc<Launches>,
     leaks: Leaks,
+    profiles: Profiles,
     in_force: RwLock<InForce>,
     /// Held while a policy is being changed, from reading the files to the kernel: one change at a time.
     changing: Mutex<()>,
@@ -248,6 +251,7 @@ impl Enforcer {
             config,
             launches: Arc::new(Launches::new(Arc::clone(&kernel))),
             leaks: Leaks::default(),
+            profiles: Profiles::default(),
             kernel,
             hierarchy,
             telemetry,

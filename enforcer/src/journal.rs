@@ -24,6 +24,8 @@ pub const THROTTLED: &str = "93ac5e1f7d204c8ba5f0d6e8b1c39724";
 pub const LAUNCH_DENIED: &str = "d5809b6e3f1a4d27b8c4e7a09f6d2b35";
 /// A launch storm.
 pub const STORM: &str = "4fe1c2b8a97d4360bd5e8f7c6a1b0d46";
+/// A kernel took unusually long.
+pub const ANOMALY: &str = "27d8a5c30e9b4f61a4b7c9d2e8f05136";
 /// The driver reported an error on a GPU.
 pub const XID: &str = "b72f90c3d8154ea6a1c47d0e5f6b2398";
 /// A policy came into force.
@@ -34,13 +36,14 @@ pub const POLICY_FAILED: &str = "7d0e2c4b6a894f1e93b5d7f9c1a3e568";
 pub const CGROUP: &str = "1e9b8d7c6f5a4e3d92c1b0af9e8d7c79";
 
 /// Every id, with the word that names it in the documentation.
-pub const MESSAGES: [(&str, &str); 10] = [
+pub const MESSAGES: [(&str, &str); 11] = [
     ("denied", DENIED),
     ("breached", BREACHED),
     ("high", HIGH),
     ("throttled", THROTTLED),
     ("launch-denied", LAUNCH_DENIED),
     ("storm", STORM),
+    ("anomaly", ANOMALY),
     ("xid", XID),
     ("policy-loaded", POLICY_LOADED),
     ("policy-failed", POLICY_FAILED),
@@ -217,6 +220,26 @@ fn write(notice: &Notice, throttle: &mut Throttle, now: Instant) {
                     budget,
                     kept_back,
                     "a launch storm"
+                );
+            }
+        }
+        Notice::Anomaly {
+            tenant,
+            pid,
+            kernel,
+            duration_usec,
+            usual_usec,
+        } => {
+            if let Some(kept_back) = throttle.pass(ANOMALY, tenant, now) {
+                warn!(
+                    message_id = ANOMALY,
+                    tenant,
+                    object_pid = pid,
+                    kernel,
+                    duration_usec,
+                    usual_usec,
+                    kept_back,
+                    "a kernel took unusually long"
                 );
             }
         }

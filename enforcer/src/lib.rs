@@ -27,6 +27,7 @@ pub mod metrics;
 pub mod notify;
 pub mod open_files;
 pub mod policy_files;
+pub mod profile;
 pub mod telemetry;
 pub mod tenancy;
 pub mod time;

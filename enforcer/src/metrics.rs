@@ -8,6 +8,7 @@
 mod baseline;
 mod faults;
 pub mod own;
+mod profile;
 pub mod server;
 mod text;
 
@@ -117,6 +118,8 @@ pub struct TenantSample {
     pub launch: Option<TenantLaunch>,
     /// Usual launches a second.
     pub usual_launches: Option<Usual>,
+    /// Kernels that took unusually long, since the daemon runs.
+    pub anomalies: u64,
 }
 
 /// A tenant on a GPU. Usage includes nested tenants.
@@ -191,6 +194,7 @@ pub fn render(snapshot: &Snapshot) -> String {
     faults::render(&mut out, &snapshot.gpus, &snapshot.tenants);
     baseline::render(&mut out, &snapshot.tenants);
     launches(&mut out, &snapshot.tenants);
+    profile::render(&mut out, &snapshot.tenants);
     kernel_side(&mut out, snapshot);
     out.finish()
 }

@@ -14,7 +14,9 @@ use super::{
     leak_finder::LeakFinder,
     manager::{Manager, Shared, emit_notices},
     objects::Objects,
-    peer, wire,
+    peer,
+    profiler::Profiler,
+    wire,
 };
 use crate::config::Bus;
 
@@ -118,6 +120,10 @@ async fn connect(bus: &Bus, shared: &Arc<Shared>) -> Result<(Connection, Objects
         shared: shared.clone(),
         access: manager.access,
     };
+    let profiler = Profiler {
+        shared: shared.clone(),
+        access: manager.access,
+    };
     let builder = match bus {
         Bus::System => Builder::system(),
         Bus::Session => Builder::session(),
@@ -130,6 +136,7 @@ async fn connect(bus: &Bus, shared: &Arc<Shared>) -> Result<(Connection, Objects
             .serve_at(wire::PATH, manager)?
             .serve_at(wire::PATH, insight)?
             .serve_at(wire::PATH, leaks)?
+            .serve_at(wire::PATH, profiler)?
             .name(wire::NAME)?
             .allow_name_replacements(false)
             .replace_existing_names(false)

@@ -25,7 +25,7 @@ use super::{
     wire::{self, GpuDict, TenantDict, Triple},
     wire_time,
 };
-use crate::insight::LeaksError;
+use crate::{insight::LeaksError, profile::ProfileError};
 
 /// Longest string that a caller may pass.
 const MAX_STRING: usize = 64 << 10;
@@ -62,6 +62,10 @@ pub(super) async fn emit_notices(
     }
 }
 
+#[expect(
+    clippy::too_many_lines,
+    reason = "one arm for each kind of notice, with its fields"
+)]
 async fn emit(connection: &Connection, notice: Notice) -> zbus::Result<()> {
     let interface = connection
         .object_server()
@@ -130,6 +134,13 @@ async fn emit(connection: &Connection, notice: Notice) -> zbus::Result<()> {
             wanted,
             budget,
         } => Manager::storm(emitter, &tenant, pid, &symbol, wanted, budget).await,
+        Notice::Anomaly {
+            tenant,
+            pid,
+            kernel,
+            duration_usec,
+            usual_usec,
+        } => Manager::anomaly(emitter, &tenant, pid, &kernel, duration_usec, usual_usec).await,
         Notice::Xid {
             tenant,
             gpu,
@@ -293,6 +304,11 @@ impl From<ControlError> for MethodError {
             ControlError::Leaks(error) => match error {
                 LeaksError::Duration => "BadProperty",
                 LeaksError::NoLook(_) => "NoSuchLook",
+                _ => "NotFollowed",
+            },
+            ControlError::Profile(error) => match error {
+                ProfileError::Duration => "BadProperty",
+                ProfileError::NoLook(_) => "NoSuchLook",
                 _ => "NotFollowed",
             },
             ControlError::Io { .. } => "IO",
@@ -623,6 +639,17 @@ impl Manager {
         symbol: &str,
         wanted: u64,
         budget: u64,
+    ) -> zbus::Result<()>;
+
+    /// [`Notice::Anomaly`].
+    #[zbus(signal)]
+    async fn anomaly(
+        emitter: &SignalEmitter<'_>,
+        tenant: &str,
+        pid: u32,
+        kernel: &str,
+        duration_usec: u64,
+        usual_usec: u64,
     ) -> zbus::Result<()>;
 
     /// [`Notice::Xid`].

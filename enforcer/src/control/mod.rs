@@ -15,6 +15,8 @@ pub mod memory;
 mod objects;
 pub mod peer;
 mod polkit;
+pub mod profile;
+mod profiler;
 mod time;
 mod transport;
 pub mod wire;
@@ -81,6 +83,14 @@ pub trait Control: Send + Sync + 'static {
     fn stop_leaks(&self, target: &leaks::Target) -> Result<leaks::LeakReport, ControlError>;
     /// Whose allocations are or were followed.
     fn leak_targets(&self) -> Vec<leaks::Target>;
+    /// Profiles the launches of processes for so long at most, see [`crate::profile`].
+    fn start_profile(&self, target: leaks::Target, limit: Duration) -> Result<(), ControlError>;
+    /// What was found so far.
+    fn profile(&self, target: &leaks::Target) -> Result<profile::ProfileReport, ControlError>;
+    /// Removes the probes, and tells what was found.
+    fn stop_profile(&self, target: &leaks::Target) -> Result<profile::ProfileReport, ControlError>;
+    /// Whose launches are or were profiled.
+    fn profile_targets(&self) -> Vec<leaks::Target>;
     /// The whole state for debugging, as JSON.
     fn dump_state(&self) -> serde_json::Value;
     /// What happens from now on. A receiver that does not keep up loses the oldest notices.
@@ -324,6 +334,19 @@ pub enum Notice {
         /// Launches a second that it may have.
         budget: u64,
     },
+    /// A kernel took much longer than is usual for it; not said again until it is as usual for a while.
+    Anomaly {
+        /// Innermost tenant of the process; empty for none.
+        tenant: String,
+        /// Process id.
+        pid: u32,
+        /// The kernel. Its name is the tenant's to choose.
+        kernel: String,
+        /// Microseconds from its launch until it had been waited for.
+        duration_usec: u64,
+        /// Microseconds that are usual for it.
+        usual_usec: u64,
+    },
     /// The driver reported an error on a GPU. Where only the GPU is known, every tenant on it gets one of these.
     Xid {
         /// Tenant; empty for processes in no tenant, or if nobody uses the GPU.
@@ -388,6 +411,9 @@ pub enum ControlError {
     /// Allocations are not followed.
     #[error(transparent)]
     Leaks(#[from] crate::insight::LeaksError),
+    /// Launches are not profiled.
+    #[error(transparent)]
+    Profile(#[from] crate::profile::ProfileError),
     /// A file could not be written.
     #[error("{path}: {source}")]
     Io {

@@ -28,6 +28,7 @@ use super::{
     insight::Insight,
     leak_finder::LeakFinder,
     manager::{Manager, Shared, emit_notices},
+    profiler::Profiler,
     transport::Transport,
     wire,
 };
@@ -228,6 +229,10 @@ async fn serve_client(stream: UnixStream, uid: u32, shared: &Arc<Shared>, guid: 
         shared: shared.clone(),
         access: manager.access,
     };
+    let profiler = Profiler {
+        shared: shared.clone(),
+        access: manager.access,
+    };
     let build = async {
         Builder::socket(Transport(stream))
             .server(guid)?
@@ -235,6 +240,7 @@ async fn serve_client(stream: UnixStream, uid: u32, shared: &Arc<Shared>, guid: 
             .serve_at(wire::PATH, manager)?
             .serve_at(wire::PATH, insight)?
             .serve_at(wire::PATH, leaks)?
+            .serve_at(wire::PATH, profiler)?
             .build()
             .await
     };

@@ -20,6 +20,7 @@ use crate::{
         insight::{HeatRow, MemoryHistory},
         leaks::{LeakReport, Target},
         memory::TenantMemory,
+        profile::ProfileReport,
     },
     doctor,
     time::Reason,
@@ -157,6 +158,23 @@ impl Control for Enforcer {
 
     fn leak_targets(&self) -> Vec<Target> {
         self.leaks.targets()
+    }
+
+    fn start_profile(&self, target: Target, limit: Duration) -> Result<(), ControlError> {
+        self.known_target(&target)?;
+        Ok(self.profiles.start(&target, limit)?)
+    }
+
+    fn profile(&self, target: &Target) -> Result<ProfileReport, ControlError> {
+        Ok(self.profiles.report(target)?)
+    }
+
+    fn stop_profile(&self, target: &Target) -> Result<ProfileReport, ControlError> {
+        Ok(self.profiles.stop(target)?)
+    }
+
+    fn profile_targets(&self) -> Vec<Target> {
+        self.profiles.targets()
     }
 
     fn dump_state(&self) -> serde_json::Value {
@@ -397,6 +415,7 @@ impl Enforcer {
         findings.extend(self.kernel.passed_over().ok().and_then(doctor::passed_over));
         findings.extend(self.launches.findings());
         findings.push(self.leak_finding());
+        findings.extend(self.profile_findings());
         findings.extend(self.ungoverned());
         let now = self.read();
         findings.extend(

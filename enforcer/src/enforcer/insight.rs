@@ -51,17 +51,22 @@ impl Enforcer {
         self.leaks.ask(&own);
     }
 
-    /// Begins to follow allocations.
-    pub(super) fn start_look(&self, target: Target, limit: Duration) -> Result<(), ControlError> {
-        match &target {
+    /// Whether there is somebody to look at.
+    pub(super) fn known_target(&self, target: &Target) -> Result<(), ControlError> {
+        match target {
             Target::Process(pid) if !Path::new(&format!("/proc/{pid}")).exists() => {
-                return Err(ControlError::NoSuchProcess(*pid));
+                Err(ControlError::NoSuchProcess(*pid))
             }
             Target::Tenant(name) if self.read().seating.index(name).is_none() => {
-                return Err(ControlError::NoSuchTenant(name.clone()));
+                Err(ControlError::NoSuchTenant(name.clone()))
             }
-            _ => {}
+            _ => Ok(()),
         }
+    }
+
+    /// Begins to follow allocations.
+    pub(super) fn start_look(&self, target: Target, limit: Duration) -> Result<(), ControlError> {
+        self.known_target(&target)?;
         Ok(self.leaks.start(target, limit)?)
     }
 

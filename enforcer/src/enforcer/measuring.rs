@@ -257,6 +257,7 @@ impl Enforcer {
                     gpus,
                     launch: self.launches.usage(index),
                     usual_launches: self.baselines().launches(name),
+                    anomalies: self.profiles.anomalies(name),
                 })
             })
             .collect()

@@ -173,8 +173,10 @@ impl Enforcer {
             .collect();
         warnings.extend(without_effect(&loaded.policy, &self.host, self.choice));
         warnings.extend(crate::launch::limits::without_effect(&loaded.policy));
+        warnings.extend(crate::profile::without_effect(&loaded.policy));
         let tenants = u32::try_from(loaded.policy.tenants.len()).unwrap_or(u32::MAX);
         let generation = self.govern(loaded.policy, warnings.clone())?;
+        self.follow_profiles();
         let outcome = PolicyLoaded {
             generation,
             tenants,

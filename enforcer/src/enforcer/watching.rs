@@ -48,6 +48,7 @@ impl Enforcer {
         self.start_time()?;
         let launches = self.start_launches()?;
         self.offer_insight();
+        self.offer_profiles();
         if self.known_driver {
             self.start_adopting()?;
         }
@@ -224,6 +225,7 @@ impl Enforcer {
     fn seen(&self, tgid: u32) {
         self.launches.seen(tgid);
         self.leaks.seen(tgid);
+        self.profiles.seen(tgid);
     }
 
     fn processes_gone(&self, gone: &BTreeSet<u32>) {
@@ -339,6 +341,7 @@ impl Watch {
             error!("the event thread panicked");
         }
         self.enforcer.leaks.end();
+        self.enforcer.profiles.end();
         drop(self.launches);
         self.enforcer.time.stop();
     }

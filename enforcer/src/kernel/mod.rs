@@ -13,6 +13,7 @@ mod offsets;
 mod pins;
 mod preemption;
 mod probe;
+pub mod profile;
 mod tracefs;
 mod ungoverned;
 mod uprobe_multi;

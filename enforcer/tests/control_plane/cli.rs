@@ -22,6 +22,10 @@ fn readers_print_for_people() {
         "leaks",
         stdout(&daemon.ctl(&["leaks", "vision", "--so-far"]))
     );
+    assert_snapshot!(
+        "profile",
+        stdout(&daemon.ctl(&["profile", "vision", "--so-far"]))
+    );
     assert_snapshot!("version", stdout(&daemon.ctl(&["version"])));
 }
 
@@ -41,6 +45,10 @@ fn readers_print_json_with_exact_numbers() {
     assert_snapshot!(
         "leaks-json",
         stdout(&daemon.ctl(&["leaks", "vision", "--so-far", "--json"]))
+    );
+    assert_snapshot!(
+        "profile-json",
+        stdout(&daemon.ctl(&["profile", "vision", "--so-far", "--json"]))
     );
     assert_snapshot!("version-json", stdout(&daemon.ctl(&["version", "--json"])));
     assert_snapshot!("reload-json", stdout(&daemon.ctl(&["reload", "--json"])));

@@ -21,6 +21,7 @@ use gpuquota_enforcer::{
         insight::{HeatRow, MemoryHistory},
         leaks::{LeakFrame, LeakGaps, LeakProcess, LeakReport, LeakSite, Target},
         memory::TenantMemory,
+        profile::{ProbeCosts, ProfileGaps, ProfileKernel, ProfileProcess, ProfileReport},
         serve,
     },
 };
@@ -127,6 +128,56 @@ fn leaks(target: &Target) -> LeakReport {
             older_frees: 2,
             unnamed: vec!["/opt/train".into()],
             ..LeakGaps::default()
+        },
+    }
+}
+
+/// A profile with something unusual in it.
+fn profile(target: &Target) -> ProfileReport {
+    let kernel = |name: &str, symbol: Option<&str>, launches| ProfileKernel {
+        tenant: "vision".into(),
+        name: name.into(),
+        symbol: symbol.map(str::to_owned),
+        launches,
+        gaps: vec![0, 0, 0, 0, 0, 0, 0, 0, 0, 0, launches - 1],
+        durations: Vec::new(),
+        late: 0,
+        usual_usec: None,
+        anomalies: 0,
+        unusual: false,
+    };
+    let mut gemm = kernel("gemm<float>(int)", Some("_Z4gemmIfEvi"), 12_000);
+    gemm.durations = vec![0; 16];
+    gemm.durations.extend([90, 9, 0, 0, 1]);
+    gemm.usual_usec = Some(50.5);
+    gemm.anomalies = 1;
+    gemm.unusual = true;
+    ProfileReport {
+        target: target.clone(),
+        running: true,
+        always: false,
+        elapsed_usec: 12_000_000,
+        limit_usec: Some(30_000_000),
+        costs: ProbeCosts {
+            entry_nsec: 900,
+            stepped_nsec: 4_000,
+            return_nsec: 1_200,
+        },
+        processes: vec![ProfileProcess {
+            pid: 4242,
+            comm: "train".into(),
+            tenant: "vision".into(),
+            files: vec!["/usr/lib/libcuda.so.1".into()],
+            ended: false,
+            cost: 0.0081,
+            budget: 0.01,
+            covered: 0.25,
+            trouble: None,
+        }],
+        kernels: vec![gemm, kernel("kernel@0x5555aa10", None, 7)],
+        gaps: ProfileGaps {
+            lost: 2,
+            ..ProfileGaps::default()
         },
     }
 }
@@ -281,6 +332,22 @@ impl Control for FakeControl {
     }
 
     fn leak_targets(&self) -> Vec<Target> {
+        vec![Target::Tenant("vision".into())]
+    }
+
+    fn start_profile(&self, target: Target, limit: Duration) -> Result<(), ControlError> {
+        self.start_leaks(target, limit)
+    }
+
+    fn profile(&self, target: &Target) -> Result<ProfileReport, ControlError> {
+        Ok(profile(target))
+    }
+
+    fn stop_profile(&self, target: &Target) -> Result<ProfileReport, ControlError> {
+        Ok(profile(target))
+    }
+
+    fn profile_targets(&self) -> Vec<Target> {
         vec![Target::Tenant("vision".into())]
     }
 

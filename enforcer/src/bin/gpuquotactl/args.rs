@@ -150,6 +150,16 @@ Examples:
 
 Probes go into the processes and are gone when the time is over. Memory that was obtained before is not seen.")]
     Leaks(LeaksArgs),
+    /// Show which kernels a tenant or process launches, how often, and how long it waits for them
+    #[command(after_help = "\
+Examples:
+  gpuquotactl profile vision --for 30s
+  gpuquotactl profile 4711 --for 1min --json
+  gpuquotactl profile vision --so-far    while another one is looking, or insight.profile = true
+
+Probes go into the processes and are gone when the time is over. They are in them for as much of the time as
+insight.budget allows. Kernels whose names were given out before are shown by their handles.")]
+    Profile(ProfileArgs),
     /// Tell what this host offers, what is in use, and why the rest is not
     Doctor(Json),
     /// Make tenants of the pods of a Kubernetes node, by their annotations
@@ -249,6 +259,26 @@ pub struct LeaksArgs {
     #[arg(long, value_name = "FILE", requires = "target", value_hint = ValueHint::FilePath)]
     pub folded: Option<PathBuf>,
     /// Print JSON: exact bytes, no colours
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Whose launches, and for how long.
+#[derive(Debug, Args)]
+pub struct ProfileArgs {
+    /// A tenant, or a process by its number; without one, those that are profiled are listed
+    #[arg(value_name = "TENANT|PID")]
+    pub target: Option<String>,
+    /// How long to look, such as 30s, 10min or 2h
+    #[arg(long = "for", value_name = "DURATION", default_value = "30s", value_parser = duration)]
+    pub duration: Duration,
+    /// Show what a look that goes on has found so far
+    #[arg(long, requires = "target", conflicts_with = "stop")]
+    pub so_far: bool,
+    /// End a look and show what it has found
+    #[arg(long, requires = "target")]
+    pub stop: bool,
+    /// Print JSON: all kernels, histograms, no colours
     #[arg(long)]
     pub json: bool,
 }

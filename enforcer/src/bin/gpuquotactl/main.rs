@@ -12,6 +12,7 @@ mod leaks;
 mod monitor;
 mod output;
 mod policy;
+mod profile;
 mod read;
 mod record;
 mod report;
@@ -104,6 +105,7 @@ async fn dispatch(bus: &Bus, verb: Verb) -> Result<(), Error> {
             json,
         }) => policy::explain(&files, &tenant, gpu.as_ref(), bus, json.json).await,
         Verb::Leaks(arguments) => leaks::leaks(&connect().await?, &arguments).await,
+        Verb::Profile(arguments) => profile::profile(&connect().await?, &arguments).await,
         Verb::Doctor(json) => read::doctor(bus, json.json).await,
         Verb::KubernetesSync(arguments) => kubernetes::sync(bus, &arguments).await,
         Verb::Version(json) => read::version(bus, json.json).await,

@@ -9,6 +9,7 @@ use crate::{
     error::Error,
     faults, launches,
     output::{Screen, Style, clean, counted, print, size},
+    profile::span_usec,
 };
 
 #[derive(Serialize)]
@@ -67,6 +68,7 @@ fn is_about(notice: &Notice, name: &str) -> bool {
         | Notice::HighReached { tenant, .. }
         | Notice::Throttled { tenant, .. }
         | Notice::Storm { tenant, .. }
+        | Notice::Anomaly { tenant, .. }
         | Notice::Xid { tenant, .. }
         | Notice::CgroupAttached { tenant, .. }
         | Notice::CgroupDetached { tenant, .. } => tenant == name,
@@ -141,6 +143,20 @@ fn describe(notice: &Notice) -> (Style, String) {
         Notice::Xid { .. } => faults::describe(notice),
         Notice::Throttled { .. } | Notice::LaunchDenied { .. } | Notice::Storm { .. } => {
             launches::describe(notice)
+        }
+        Notice::Anomaly {
+            tenant,
+            pid,
+            kernel,
+            duration_usec,
+            usual_usec,
+        } => {
+            let text = format!(
+                "anomaly   {tenant}: process {pid} waited {} for {kernel}, usual are {}",
+                span_usec(*duration_usec),
+                span_usec(*usual_usec)
+            );
+            (Style::Warn, text)
         }
         Notice::PolicyLoaded(loaded) => {
             let text = format!(
