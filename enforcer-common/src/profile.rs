@@ -8,7 +8,7 @@ use crate::launch::Gaps;
 pub mod kind {
     /// Launches the kernel in the first argument on the stream in the ninth.
     pub const LAUNCH: u32 = 1;
-    /// Launches the kernel in the second argument as the first one says, in which the stream is at [`CONFIG_STREAM`].
+    /// Launches the kernel in the second argument as the first one says, in which the stream is at [`CONFIG_STREAM`](super::CONFIG_STREAM).
     pub const LAUNCH_EX: u32 = 2;
     /// Launches the graph in the first argument on the stream in the second.
     pub const LAUNCH_GRAPH: u32 = 3;
