@@ -5,7 +5,7 @@
 //! has two writers, so user space never loses an update that the kernel side makes at the same time.
 
 /// Version of every layout in this crate; part of the pin path, so that two layouts never share a map.
-pub const LAYOUT_VERSION: u32 = 4;
+pub const LAYOUT_VERSION: u32 = 5;
 
 /// Most tenants that one daemon governs.
 pub const MAX_TENANTS: u32 = 2048;

@@ -11,12 +11,14 @@ use gpuquota_common::{
     map::{MAX_TENANTS, banked},
 };
 
+use crate::maps::MAPPED;
+
 /// Word of the controller.
 #[map]
 pub static LAUNCH_SETTINGS: Array<Settings> = Array::with_max_entries(1, 0);
 /// Limits by tenant, two banks.
 #[map]
-pub static LAUNCH_LIMITS: Array<Limit> = Array::with_max_entries(2 * MAX_TENANTS, 0);
+pub static LAUNCH_LIMITS: Array<Limit> = Array::with_max_entries(2 * MAX_TENANTS, MAPPED);
 /// Buckets by tenant.
 #[map]
 pub static LAUNCH_BUCKETS: Array<Bucket> = Array::with_max_entries(MAX_TENANTS, 0);

@@ -21,28 +21,30 @@ use crate::atomic::Word;
 
 /// Entries are allocated as they are needed (`BPF_F_NO_PREALLOC`): a large bound costs nothing.
 const NO_PREALLOC: u32 = 1;
+/// The daemon sees the array in its own memory (`BPF_F_MMAPABLE`, kernel 5.5).
+pub const MAPPED: u32 = 1 << 10;
 
 /// The daemon's settings.
 #[map]
 pub static SETTINGS: Array<Settings> = Array::with_max_entries(1, 0);
 /// Hierarchy of tenants, two banks.
 #[map]
-pub static TENANTS: Array<TenantRow> = Array::with_max_entries(2 * MAX_TENANTS, 0);
+pub static TENANTS: Array<TenantRow> = Array::with_max_entries(2 * MAX_TENANTS, MAPPED);
 /// Names of tenants. No program reads them; they are here to live as long as the ledger.
 #[map]
-pub static NAMES: Array<TenantName> = Array::with_max_entries(MAX_TENANTS, 0);
+pub static NAMES: Array<TenantName> = Array::with_max_entries(MAX_TENANTS, MAPPED);
 /// Limits by tenant × GPU, two banks.
 #[map]
-pub static BUDGETS: Array<Budget> = Array::with_max_entries(2 * CELLS, 0);
+pub static BUDGETS: Array<Budget> = Array::with_max_entries(2 * CELLS, MAPPED);
 /// Usage by tenant × GPU.
 #[map]
-pub static USAGE: Array<Usage> = Array::with_max_entries(CELLS, 0);
+pub static USAGE: Array<Usage> = Array::with_max_entries(CELLS, MAPPED);
 /// What is claimed of each card.
 #[map]
-pub static CARDS: Array<Card> = Array::with_max_entries(MAX_GPUS, 0);
+pub static CARDS: Array<Card> = Array::with_max_entries(MAX_GPUS, MAPPED);
 /// Most that may be claimed of each card, bytes: what it has where something is reserved, else `u64::MAX`.
 #[map]
-pub static CARD_SIZES: Array<u64> = Array::with_max_entries(MAX_GPUS, 0);
+pub static CARD_SIZES: Array<u64> = Array::with_max_entries(MAX_GPUS, MAPPED);
 /// Root cgroup of a tenant, by cgroup id.
 #[map]
 pub static CGROUPS: HashMap<u64, u32> = HashMap::with_max_entries(MAX_CGROUPS, NO_PREALLOC);

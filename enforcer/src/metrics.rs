@@ -68,6 +68,8 @@ pub struct PolicySample {
     pub generation: u64,
     /// When the one in force came into force; absent before the first.
     pub loaded_at: Option<SystemTime>,
+    /// From the order to the moment from which every decision was by it.
+    pub enforced_after: Option<Duration>,
     /// Attempts that failed since the daemon runs, by reason.
     pub failures: Vec<(&'static str, u64)>,
     /// Warnings about the policy in force.
@@ -282,6 +284,14 @@ fn policy(out: &mut Exposition, snapshot: &Snapshot) {
             "When the policy came into force, in seconds since 1970.",
         )
         .plain(age.as_secs_f64());
+    }
+    if let Some(took) = policy.enforced_after {
+        out.family(
+            "gpuquota_policy_enforced_seconds",
+            Kind::Gauge,
+            "From the last order to load or change the policy to the moment from which every decision was by it.",
+        )
+        .plain(took.as_secs_f64());
     }
     out.family(
         "gpuquota_policy_warnings",
@@ -782,6 +792,7 @@ mod tests {
             policy: PolicySample {
                 generation: 4,
                 loaded_at: Some(SystemTime::UNIX_EPOCH + Duration::from_millis(1500)),
+                enforced_after: Some(Duration::from_micros(7500)),
                 failures: vec![("policy", 2), ("io", 0)],
                 warnings: 1,
             },

@@ -95,6 +95,11 @@ impl Seating {
     }
 }
 
+/// Limits by index and place.
+pub type Budgets = BTreeMap<(u32, u32), Budget>;
+/// Reserved bytes by index and GPU, where there are any.
+pub type Reservations = BTreeMap<(u32, u32), u64>;
+
 /// What the kernel side has to hold for a policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
@@ -103,9 +108,9 @@ pub struct Plan {
     /// Rows by index. Indices that are missing here are absent.
     pub rows: BTreeMap<u32, TenantRow>,
     /// Limits by index and place.
-    pub budgets: BTreeMap<(u32, u32), Budget>,
+    pub budgets: Budgets,
     /// Reserved bytes by index and GPU, where there are any.
-    pub reservations: BTreeMap<(u32, u32), u64>,
+    pub reservations: Reservations,
 }
 
 /// Makes the plan.
@@ -160,8 +165,7 @@ pub fn plan(
         seating.restore(free, seat);
     }
     let rows = rows(&seating, before);
-    let budgets = budgets(policy, gpus, &seating);
-    let reservations = reservations(policy, gpus, &seating);
+    let (budgets, reservations) = limits(policy, gpus, &seating);
     Ok(Plan {
         seating,
         rows,
@@ -222,52 +226,40 @@ fn retired_index(seating: &Seating, name: &str) -> Option<u32> {
         .map(|(index, _)| *index)
 }
 
-fn budgets(policy: &Policy, gpus: &[HostGpu], seating: &Seating) -> BTreeMap<(u32, u32), Budget> {
-    let mut budgets = BTreeMap::new();
+/// Limits and reservations of the tenants in force on every GPU.
+fn limits(policy: &Policy, gpus: &[HostGpu], seating: &Seating) -> (Budgets, Reservations) {
+    let (mut budgets, mut reservations) = (Budgets::new(), Reservations::new());
     for gpu in gpus {
         let on_gpu = policy.on(gpu);
         for (index, seat) in seating.in_force() {
             let Some(effective) = on_gpu.budget(&seat.name) else {
                 continue;
             };
+            let memory = effective.memory;
             let budget = Budget {
-                memory_max: effective.memory.max.unwrap_or(u64::MAX),
-                memory_high: effective.memory.high.unwrap_or(u64::MAX),
-                wait_ns: u64::try_from(effective.memory.wait_timeout.as_nanos())
-                    .unwrap_or(u64::MAX),
-                on_max: match effective.memory.on_max {
+                memory_max: memory.max.unwrap_or(u64::MAX),
+                memory_high: memory.high.unwrap_or(u64::MAX),
+                wait_ns: u64::try_from(memory.wait_timeout.as_nanos()).unwrap_or(u64::MAX),
+                on_max: match memory.on_max {
                     OnMemoryMax::Deny => on_max::DENY,
                     OnMemoryMax::Wait => on_max::WAIT,
                     OnMemoryMax::Kill => on_max::KILL,
                 },
-                end_on_breach: u32::from(effective.memory.on_breach == OnBreach::Kill),
+                end_on_breach: u32::from(memory.on_breach == OnBreach::Kill),
             };
-            budgets.insert((index, gpu.index), budget);
             let pinned = Budget {
-                memory_max: effective.memory.host.unwrap_or(u64::MAX),
+                memory_max: memory.host.unwrap_or(u64::MAX),
                 memory_high: u64::MAX,
                 ..budget
             };
+            budgets.insert((index, gpu.index), budget);
             budgets.insert((index, host_place(gpu.index)), pinned);
-        }
-    }
-    budgets
-}
-
-fn reservations(policy: &Policy, gpus: &[HostGpu], seating: &Seating) -> BTreeMap<(u32, u32), u64> {
-    let mut reservations = BTreeMap::new();
-    for gpu in gpus {
-        let on_gpu = policy.on(gpu);
-        for (index, seat) in seating.in_force() {
-            let min = on_gpu
-                .budget(&seat.name)
-                .map_or(0, |effective| effective.memory.min);
-            if min > 0 {
-                reservations.insert((index, gpu.index), min.min(MAX_RESERVATION));
+            if memory.min > 0 {
+                reservations.insert((index, gpu.index), memory.min.min(MAX_RESERVATION));
             }
         }
     }
-    reservations
+    (budgets, reservations)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use gpuquota_common::{
     map::{MAX_TENANTS, NO_TENANT, Object, ObjectKey, TenantRow, host_place, on_max, row},
 };
 use gpuquota_policy::Policy;
-use tracing::{debug, info, warn};
+use tracing::{info, warn};
 
 use super::{Enforcer, EnforcerError, InForce};
 use crate::{
@@ -56,12 +56,12 @@ impl Enforcer {
         &self,
         policy: Policy,
         warnings: Vec<String>,
+        asked: Instant,
     ) -> Result<u64, EnforcerError> {
         let (seating, generation) = {
             let now = self.read();
             (now.seating.clone(), now.generation)
         };
-        let started = Instant::now();
         let plan = tenancy::plan(&policy, &self.host.gpus, &seating, &self.charged()?)?;
         let next = generation + 1;
         self.write_bank(next, &plan)?;
@@ -70,7 +70,7 @@ impl Enforcer {
         self.kernel
             .update_settings(|settings| settings.generation = next)?;
         self.reserve(&plan)?;
-        debug!(generation = next, took = ?started.elapsed(), "every decision is by the new policy");
+        self.loads.enforced_after(asked.elapsed());
         let reseated = plan.seating != seating || self.read().policy.tenants.is_empty();
         {
             let mut now = self.write();

@@ -40,9 +40,24 @@ pub(super) struct Loads {
     failures: [AtomicU64; FAILURES.len()],
     /// Milliseconds since 1970 of the last success; 0 for none.
     loaded_at: AtomicU64,
+    /// Microseconds from the last order to the moment from which every decision was by the new policy; 0 for none.
+    enforced_us: AtomicU64,
 }
 
 impl Loads {
+    /// So long after it was ordered, every decision is by the new policy.
+    pub(super) fn enforced_after(&self, took: Duration) {
+        let took = u64::try_from(took.as_micros()).unwrap_or(u64::MAX).max(1);
+        self.enforced_us.store(took, Ordering::Relaxed);
+    }
+
+    fn enforced(&self) -> Option<Duration> {
+        match self.enforced_us.load(Ordering::Relaxed) {
+            0 => None,
+            took => Some(Duration::from_micros(took)),
+        }
+    }
+
     /// Counts an attempt and hands its outcome on.
     pub(super) fn note<T>(&self, outcome: Result<T, EnforcerError>) -> Result<T, EnforcerError> {
         match &outcome {
@@ -155,6 +170,7 @@ impl Enforcer {
         PolicySample {
             generation: now.generation,
             loaded_at: self.loads.loaded_at(),
+            enforced_after: self.loads.enforced(),
             failures: self.loads.failures(),
             warnings: u64::try_from(now.warnings.len()).unwrap_or(u64::MAX),
         }
@@ -308,7 +324,7 @@ mod tests {
     #[test]
     fn attempts_are_counted_by_reason() {
         let loads = Loads::default();
-        assert_eq!(loads.loaded_at(), None);
+        assert_eq!((loads.loaded_at(), loads.enforced()), (None, None));
         let broken: Result<(), _> = Err(EnforcerError::System {
             what: "x",
             source: std::io::Error::other("x"),
@@ -317,6 +333,8 @@ mod tests {
         loads.note(Ok(())).expect("handed on");
         assert_eq!(loads.failures(), [("policy", 0), ("io", 0), ("kernel", 1)]);
         assert!(loads.loaded_at().is_some());
+        loads.enforced_after(Duration::ZERO);
+        assert!(loads.enforced().is_some(), "however short it was");
     }
 
     #[test]

@@ -1,6 +1,9 @@
 //! Policies come into force: from the files, or from a changed property. All or nothing.
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    time::Instant,
+};
 
 use gpuquota_policy::{
     GpuSelector, Host, Layer, Loaded, OnMemoryMax, Policy, Source, dropin, property::Property,
@@ -27,9 +30,10 @@ fn check(sources: &[Source], host: &Host) -> Result<Loaded, EnforcerError> {
 impl Enforcer {
     /// Puts the policy on disk into force.
     pub fn reload_policy(&self) -> Result<PolicyLoaded, EnforcerError> {
+        let asked = Instant::now();
         let _one_at_a_time = self.change();
-        let outcome =
-            load(&self.config.policy, &self.host).and_then(|loaded| self.put_in_force(loaded));
+        let outcome = load(&self.config.policy, &self.host)
+            .and_then(|loaded| self.put_in_force(loaded, asked));
         self.loads.note(outcome)
     }
 
@@ -38,6 +42,7 @@ impl Enforcer {
     /// The text is tried first together with all other files; only one that loads is written, and only what
     /// is written comes into force.
     pub(super) fn change_properties(&self, change: &QuotaChange) -> Result<PathBuf, EnforcerError> {
+        let asked = Instant::now();
         let _one_at_a_time = self.change();
         let directories = &self.config.policy;
         let path = policy_files::dropin_path(directories, &change.tenant, change.runtime);
@@ -58,7 +63,7 @@ impl Enforcer {
         let loaded = check(&tried, &self.host)?;
         self.refuse_shadowed(&loaded.policy, change, &path)?;
         policy_files::write(&path, &text)?;
-        self.put_in_force(loaded)?;
+        self.put_in_force(loaded, asked)?;
         Ok(path)
     }
 
@@ -109,6 +114,7 @@ impl Enforcer {
         tenant: &str,
         properties: &[String],
     ) -> Result<(), EnforcerError> {
+        let asked = Instant::now();
         let _one_at_a_time = self.change();
         let directories = &self.config.policy;
         let mut sources = policy_files::read(directories)?;
@@ -133,7 +139,7 @@ impl Enforcer {
                 None => policy_files::remove(&path)?,
             }
         }
-        self.put_in_force(loaded).map(drop)
+        self.put_in_force(loaded, asked).map(drop)
     }
 
     /// A drop-in's text without some properties, on every GPU and on single ones.
@@ -165,7 +171,8 @@ impl Enforcer {
         Ok(text)
     }
 
-    fn put_in_force(&self, loaded: Loaded) -> Result<PolicyLoaded, EnforcerError> {
+    /// `asked`: when this was ordered.
+    fn put_in_force(&self, loaded: Loaded, asked: Instant) -> Result<PolicyLoaded, EnforcerError> {
         let mut warnings: Vec<String> = loaded
             .warnings
             .iter()
@@ -175,7 +182,7 @@ impl Enforcer {
         warnings.extend(crate::launch::limits::without_effect(&loaded.policy));
         warnings.extend(crate::profile::without_effect(&loaded.policy));
         let tenants = u32::try_from(loaded.policy.tenants.len()).unwrap_or(u32::MAX);
-        let generation = self.govern(loaded.policy, warnings.clone())?;
+        let generation = self.govern(loaded.policy, warnings.clone(), asked)?;
         self.follow_profiles();
         let outcome = PolicyLoaded {
             generation,

@@ -23,9 +23,9 @@ use gpuquota_common::{
 use tracing::debug;
 
 use super::{
-    KernelError, OBJECT, PinDir, is_missing,
-    known::Known,
-    map_error, program, program_error, take,
+    KernelError, OBJECT, PinDir, is_missing, map_error, program, program_error,
+    table::Table,
+    take,
     uprobe_multi::{MultiError, MultiProgram, Source},
 };
 
@@ -212,7 +212,7 @@ impl Record {
 pub struct LaunchMaps {
     /// Who is stopped.
     pub record: Record,
-    limits: Mutex<Known<Limit>>,
+    limits: Table<Limit>,
     buckets: Array<MapData, Bucket>,
     gaps: Array<MapData, Gaps>,
     pids: Mutex<HashMap<MapData, u32, u32>>,
@@ -336,7 +336,7 @@ impl LaunchMaps {
         let record = Record::from_data(record)?;
         Ok(Self {
             record,
-            limits: Mutex::new(Known::new(take(ebpf, "LAUNCH_LIMITS")?)),
+            limits: Table::take(ebpf, "LAUNCH_LIMITS")?,
             buckets: take(ebpf, "LAUNCH_BUCKETS")?,
             gaps: take(ebpf, "LAUNCH_GAPS")?,
             pids: Mutex::new(take(ebpf, "LAUNCH_PIDS")?),
@@ -351,16 +351,13 @@ impl LaunchMaps {
 
     /// Reads the limit of a tenant from the bank of `generation`.
     pub fn limit(&self, generation: u64, tenant: u32) -> Result<Limit, KernelError> {
-        lock(&self.limits)
-            .get(banked(generation, tenant, MAX_TENANTS))
-            .map_err(map_error("LAUNCH_LIMITS"))
+        self.limits.get(banked(generation, tenant, MAX_TENANTS))
     }
 
     /// Writes the limit of a tenant into the bank of `generation`.
     pub fn set_limit(&self, generation: u64, tenant: u32, limit: Limit) -> Result<(), KernelError> {
-        lock(&self.limits)
+        self.limits
             .set(banked(generation, tenant, MAX_TENANTS), limit)
-            .map_err(map_error("LAUNCH_LIMITS"))
     }
 
     /// The bucket and the counts of a tenant.

@@ -6,7 +6,6 @@
 mod clients;
 mod deny;
 pub mod insight;
-mod known;
 pub mod launch;
 mod leftovers;
 mod offsets;
@@ -14,6 +13,7 @@ mod pins;
 mod preemption;
 mod probe;
 pub mod profile;
+mod table;
 mod tracefs;
 mod ungoverned;
 mod uprobe_multi;
@@ -23,7 +23,10 @@ use std::{
     collections::BTreeMap,
     os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd},
     path::{Path, PathBuf},
-    sync::{Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{
+        Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{Ordering, fence},
+    },
     time::Duration,
 };
 
@@ -47,7 +50,7 @@ use gpuquota_common::{
     waiting::Queue,
 };
 
-use self::{known::Known, launch::LaunchProgram};
+use self::{launch::LaunchProgram, table::Table};
 
 pub(crate) use deny::COMPAT_IOCTL;
 pub use deny::DenyHook;
@@ -171,6 +174,24 @@ pub enum KernelError {
         /// Why.
         source: MapError,
     },
+    /// A map cannot be seen in the daemon's memory.
+    #[error("mapping {map} into memory: {source}")]
+    Mapping {
+        /// Its name.
+        map: &'static str,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// No entry of that index.
+    #[error("{map} has {entries} entries, and none at {index}")]
+    OutOfTable {
+        /// The map's name.
+        map: &'static str,
+        /// The index.
+        index: u32,
+        /// How many there are.
+        entries: u32,
+    },
     /// The object lacks something that this version of the daemon expects.
     #[error("the eBPF object has no {0}")]
     Missing(&'static str),
@@ -235,9 +256,9 @@ pub struct Kernel {
     /// The same for the program that closes the GPUs.
     device_link: Mutex<Option<OwnedFd>>,
     settings: Mutex<Array<MapData, Settings>>,
-    tenants: Mutex<Known<TenantRow>>,
-    names: Mutex<Known<TenantName>>,
-    budgets: Mutex<Known<Budget>>,
+    tenants: Table<TenantRow>,
+    names: Table<TenantName>,
+    budgets: Table<Budget>,
     cgroups: Mutex<HashMap<MapData, u64, u32>>,
     devices: Mutex<HashMap<MapData, DeviceKey, Device>>,
     instances: Mutex<Array<MapData, u32>>,
@@ -245,9 +266,9 @@ pub struct Kernel {
     frozen: Mutex<HashMap<MapData, FrozenKey, Frozen>>,
     queues: Mutex<HashMap<MapData, u32, Queue>>,
     exempt: Mutex<HashMap<MapData, u64, u32>>,
-    card_sizes: Mutex<Array<MapData, u64>>,
-    usage: Array<MapData, Usage>,
-    cards: Array<MapData, Card>,
+    card_sizes: Table<u64>,
+    usage: Table<Usage>,
+    cards: Table<Card>,
     objects: HashMap<MapData, ObjectKey, Object>,
     clients: HashMap<MapData, u32, Client>,
     accounts: HashMap<MapData, AccountKey, u64>,
@@ -331,15 +352,15 @@ impl Kernel {
             queues: Mutex::new(queues),
             exempt: Mutex::new(exempt),
             settings: Mutex::new(settings),
-            tenants: Mutex::new(Known::new(tenants)),
-            names: Mutex::new(Known::new(names)),
-            budgets: Mutex::new(Known::new(budgets)),
+            tenants,
+            names,
+            budgets,
             cgroups: Mutex::new(cgroups),
             devices: Mutex::new(devices),
             instances: Mutex::new(instances),
             processes: Mutex::new(processes),
             frozen: Mutex::new(frozen),
-            card_sizes: Mutex::new(card_sizes),
+            card_sizes,
             usage,
             cards,
             objects,
@@ -414,6 +435,8 @@ impl Kernel {
         let mut map = lock(&self.settings);
         let mut settings = map.get(&0, 0).map_err(map_error("SETTINGS"))?;
         change(&mut settings);
+        // Whoever reads a new generation reads the tables that were written for it.
+        fence(Ordering::Release);
         map.set(0, settings, 0).map_err(map_error("SETTINGS"))
     }
 
@@ -424,16 +447,13 @@ impl Kernel {
         tenant: u32,
         row: TenantRow,
     ) -> Result<(), KernelError> {
-        lock(&self.tenants)
+        self.tenants
             .set(banked(generation, tenant, MAX_TENANTS), row)
-            .map_err(map_error("TENANTS"))
     }
 
     /// Reads a tenant's row from the bank of `generation`.
     pub fn tenant(&self, generation: u64, tenant: u32) -> Result<TenantRow, KernelError> {
-        lock(&self.tenants)
-            .get(banked(generation, tenant, MAX_TENANTS))
-            .map_err(map_error("TENANTS"))
+        self.tenants.get(banked(generation, tenant, MAX_TENANTS))
     }
 
     /// Writes the name of a tenant; names are at most [`NAME_LEN`] bytes.
@@ -442,14 +462,12 @@ impl Kernel {
         for (slot, byte) in padded.iter_mut().zip(name.bytes()) {
             *slot = byte;
         }
-        lock(&self.names)
-            .set(tenant, padded)
-            .map_err(map_error("NAMES"))
+        self.names.set(tenant, padded)
     }
 
     /// The name of a tenant; empty where none was ever written.
     pub fn name(&self, tenant: u32) -> Result<String, KernelError> {
-        let padded = lock(&self.names).get(tenant).map_err(map_error("NAMES"))?;
+        let padded = self.names.get(tenant)?;
         let length = padded
             .iter()
             .position(|byte| *byte == 0)
@@ -465,9 +483,8 @@ impl Kernel {
         place: u32,
         budget: Budget,
     ) -> Result<(), KernelError> {
-        lock(&self.budgets)
+        self.budgets
             .set(banked(generation, cell(tenant, place), CELLS), budget)
-            .map_err(map_error("BUDGETS"))
     }
 
     /// Makes the queue in which allocations of a tenant at a place wait; one that is there stays.
@@ -504,10 +521,7 @@ impl Kernel {
 
     /// What a tenant uses at a place.
     pub fn usage(&self, tenant: u32, place: u32) -> Result<Usage, KernelError> {
-        let mut usage = self
-            .usage
-            .get(&cell(tenant, place), 0)
-            .map_err(map_error("USAGE"))?;
+        let mut usage = self.usage.get(cell(tenant, place))?;
         // Whoever gives back lets go of the claim first, and limits are compared with that.
         usage.memory = usage.memory.min(claim::bytes(claim::used(usage.claim)));
         Ok(usage)
@@ -515,14 +529,12 @@ impl Kernel {
 
     /// What is claimed of a card.
     pub fn card(&self, gpu: u32) -> Result<Card, KernelError> {
-        self.cards.get(&gpu, 0).map_err(map_error("CARDS"))
+        self.cards.get(gpu)
     }
 
     /// Says how much may be claimed of a card; `None`: no bound.
     pub fn set_card_size(&self, gpu: u32, size: Option<u64>) -> Result<(), KernelError> {
-        lock(&self.card_sizes)
-            .set(gpu, size.unwrap_or(u64::MAX), 0)
-            .map_err(map_error("CARD_SIZES"))
+        self.card_sizes.set(gpu, size.unwrap_or(u64::MAX))
     }
 
     /// Reserves memory for a tenant at a place, in place of what was reserved before. One caller at a time.
@@ -873,9 +885,9 @@ fn program_error(program: &'static str) -> impl Fn(ProgramError) -> KernelError 
 /// The maps, taken out of the object.
 struct Maps {
     settings: Array<MapData, Settings>,
-    tenants: Array<MapData, TenantRow>,
-    names: Array<MapData, TenantName>,
-    budgets: Array<MapData, Budget>,
+    tenants: Table<TenantRow>,
+    names: Table<TenantName>,
+    budgets: Table<Budget>,
     cgroups: HashMap<MapData, u64, u32>,
     devices: HashMap<MapData, DeviceKey, Device>,
     instances: Array<MapData, u32>,
@@ -883,9 +895,9 @@ struct Maps {
     frozen: HashMap<MapData, FrozenKey, Frozen>,
     queues: HashMap<MapData, u32, Queue>,
     exempt: HashMap<MapData, u64, u32>,
-    card_sizes: Array<MapData, u64>,
-    usage: Array<MapData, Usage>,
-    cards: Array<MapData, Card>,
+    card_sizes: Table<u64>,
+    usage: Table<Usage>,
+    cards: Table<Card>,
     objects: HashMap<MapData, ObjectKey, Object>,
     clients: HashMap<MapData, u32, Client>,
     accounts: HashMap<MapData, AccountKey, u64>,
@@ -898,9 +910,9 @@ impl Maps {
     fn take(ebpf: &mut Ebpf) -> Result<Self, KernelError> {
         Ok(Self {
             settings: take(ebpf, "SETTINGS")?,
-            tenants: take(ebpf, "TENANTS")?,
-            names: take(ebpf, "NAMES")?,
-            budgets: take(ebpf, "BUDGETS")?,
+            tenants: Table::take(ebpf, "TENANTS")?,
+            names: Table::take(ebpf, "NAMES")?,
+            budgets: Table::take(ebpf, "BUDGETS")?,
             cgroups: take(ebpf, "CGROUPS")?,
             devices: take(ebpf, "DEVICES")?,
             instances: take(ebpf, "INSTANCES")?,
@@ -908,9 +920,9 @@ impl Maps {
             frozen: take(ebpf, "FROZEN")?,
             queues: take(ebpf, "QUEUES")?,
             exempt: take(ebpf, "EXEMPT")?,
-            card_sizes: take(ebpf, "CARD_SIZES")?,
-            usage: take(ebpf, "USAGE")?,
-            cards: take(ebpf, "CARDS")?,
+            card_sizes: Table::take(ebpf, "CARD_SIZES")?,
+            usage: Table::take(ebpf, "USAGE")?,
+            cards: Table::take(ebpf, "CARDS")?,
             objects: take(ebpf, "OBJECTS")?,
             clients: take(ebpf, "CLIENTS")?,
             accounts: take(ebpf, "ACCOUNTS")?,

@@ -76,7 +76,7 @@ fn idle(bed: &Bed) -> f64 {
     cpu(bed.daemon_pid()).saturating_sub(before).as_secs_f64() / span.as_secs_f64()
 }
 
-fn scrape(address: &str) -> (Duration, usize) {
+fn scrape(address: &str) -> (Duration, String) {
     let begun = Instant::now();
     let mut stream = TcpStream::connect(address).expect("metrics");
     stream
@@ -84,16 +84,37 @@ fn scrape(address: &str) -> (Duration, usize) {
         .expect("written");
     let mut text = String::new();
     stream.read_to_string(&mut text).expect("an answer");
-    (begun.elapsed(), text.len())
+    (begun.elapsed(), text)
 }
 
-/// Changes the limit of every tenant and reloads; returns the time of the call.
-fn reload(bed: &Bed, max: &str) -> Duration {
-    bed.write_policy(&policy(TENANTS, max));
-    let begun = Instant::now();
-    bed.call(async |client| client.reload().await)
-        .expect("loads");
-    begun.elapsed()
+/// Changes the limit of every tenant and reloads, several times; prints how long it took at best, until every decision was
+/// by the new policy and until the answer.
+fn reload(bed: &Bed, address: &str, of: &str) {
+    let mut best = (f64::MAX, Duration::MAX);
+    for max in ["9GiB", "10GiB", "11GiB", "12GiB", "13GiB"] {
+        bed.write_policy(&policy(TENANTS, max));
+        let begun = Instant::now();
+        bed.call(async |client| client.reload().await)
+            .expect("loads");
+        best.1 = best.1.min(begun.elapsed());
+        let enforced = scrape(address)
+            .1
+            .lines()
+            .find_map(|line| {
+                let value = line.strip_prefix("gpuquota_policy_enforced_seconds ")?;
+                value.parse::<f64>().ok()
+            })
+            .expect("a metric");
+        best.0 = best.0.min(enforced);
+    }
+    row(
+        &format!("{of}: reload that changes all limits, call to every decision by them"),
+        &format!("{:.1} ms", best.0 * 1e3),
+    );
+    row(
+        &format!("{of}: reload that changes all limits, call to answer"),
+        &format!("{:.1?}", best.1),
+    );
 }
 
 /// Processes that hold the driver's file and do nothing.
@@ -184,10 +205,7 @@ fn large() {
     };
     let mut bed = Bed::with(&options, &policy(TENANTS, "8GiB"));
     let address = bed.offer_metrics();
-    row(
-        "1,000 tenants, 8 GPUs: reload that changes all limits, call to answer",
-        &format!("{:.1?}", reload(&bed, "9GiB").min(reload(&bed, "10GiB"))),
-    );
+    reload(&bed, &address, "1,000 tenants, 8 GPUs");
     let begun = Instant::now();
     bed.call(async |client| {
         client
@@ -245,15 +263,12 @@ fn large() {
         "the same, idle: CPU",
         &format!("{:.1} % of a core", idle(&bed) * 100.0),
     );
-    let (took, bytes) = scrape(&address);
+    let (took, text) = scrape(&address);
     row(
         "the same: scrape of the metrics",
-        &format!("{took:.1?}, {:.1} MB", bytes as f64 / 1e6),
+        &format!("{took:.1?}, {:.1} MB", text.len() as f64 / 1e6),
     );
-    row(
-        "the same: reload that changes all limits, call to answer",
-        &format!("{:.1?}", reload(&bed, "11GiB")),
-    );
+    reload(&bed, &address, "the same");
     let victim = &mut processes[0];
     let begun = Instant::now();
     victim.kill().expect("killed");

@@ -569,7 +569,8 @@ fn no_delay_is_longer_than_the_longest() {
 fn deny_ends_a_process_that_goes_over_its_budget() {
     let bed = Bed::new(&tenants(&[(
         "a",
-        "launch.max = \"1000/s\"\nlaunch.on-max = \"deny\"\nlaunch.patience = \"500ms\"",
+        // A burst as large as what is launched within the rate: on a busy host that may come late and all at once.
+        "launch.max = \"1000/s\"\nlaunch.burst = 500\nlaunch.on-max = \"deny\"\nlaunch.patience = \"500ms\"",
     )]));
     let mut actors = ready(&bed, "a", 1);
     let within = actors[0].tell("launch --rate 500/s --kernel-us 1 --for 1s");
