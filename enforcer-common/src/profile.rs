@@ -70,9 +70,12 @@ pub const fn cookie(kind: u32, cost_ns: u32) -> u64 {
 pub struct KernelKey {
     /// Process.
     pub tgid: u64,
-    /// Handle of the kernel, or [`OTHERS`].
+    /// Handle of the kernel, with [`GRAPH`] that of a graph, or [`OTHERS`].
     pub handle: u64,
 }
+
+/// Set in the handle of a graph, which no address has.
+pub const GRAPH: u64 = 1 << 63;
 
 /// In place of a handle: kernels for which there was no room.
 pub const OTHERS: u64 = u64::MAX;

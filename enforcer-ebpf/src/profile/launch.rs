@@ -4,7 +4,7 @@
 use aya_ebpf::{helpers::bpf_get_current_pid_tgid, macros::uprobe, programs::ProbeContext};
 use gpuquota_common::{
     launch::{GAPS, gap_index},
-    profile::{CONFIG_STREAM, KernelKey, Launched, Launches, OTHERS, kind, stream},
+    profile::{CONFIG_STREAM, GRAPH, KernelKey, Launched, Launches, OTHERS, kind, stream},
 };
 
 use crate::{
@@ -35,7 +35,7 @@ pub fn kernel_launch(ctx: ProbeContext) -> u32 {
             read(registers::read(ctx.regs).sp.wrapping_add(NINTH)),
         ),
         kind::LAUNCH_EX => (argument(1), read(argument(0).wrapping_add(CONFIG_STREAM))),
-        kind::LAUNCH_GRAPH => (argument(0), Some(argument(1))),
+        kind::LAUNCH_GRAPH => (argument(0) | GRAPH, Some(argument(1))),
         kind::LAUNCH_GRID => (argument(0), Some(argument(3))),
         _ => (argument(0), Some(0)),
     };

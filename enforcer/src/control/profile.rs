@@ -68,7 +68,7 @@ pub struct ProfileProcess {
 pub struct ProfileKernel {
     /// The tenant; empty for none.
     pub tenant: String,
-    /// Its name, readable; `kernel@0x…` where it was given out before the look; `(others)` for those that are not told
+    /// Its name, readable; `kernel@0x…` where it was given out before the look; `graph@0x…` for a graph; `(others)` for those that are not told
     /// apart.
     pub name: String,
     /// Its name as its module has it; absent if it is not known.

@@ -1,6 +1,10 @@
 //! The launch profile and the rest of the daemon: whom it looks at, what holds for them, and whom it tells.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use super::Enforcer;
 use crate::{
@@ -36,7 +40,9 @@ impl Host for Enforcer {
 
     fn unusual(&self, found: Unusual) {
         let micros = |span: Duration| u64::try_from(span.as_micros()).unwrap_or(u64::MAX);
-        self.profiles.count(&found.tenant);
+        if !self.profiles.count(&found, Instant::now()) {
+            return;
+        }
         self.notify(Notice::Anomaly {
             tenant: (*found.tenant).to_owned(),
             pid: found.pid,

@@ -3,6 +3,8 @@
 //! The usual is a median, of the first durations one by one and from then on of the medians of seconds: two minutes in which
 //! the kernel was waited for. A change that stays is usual after about one of them, and one that comes slowly is no anomaly.
 
+use std::time::Duration;
+
 use crate::baseline::Window;
 
 /// Durations of one second that are remembered, the last ones.
@@ -11,9 +13,10 @@ const SECOND_NS: u64 = 1_000_000_000;
 /// What is no more than this above the usual is what schedulers do: nanoseconds.
 pub const LEAST_NS: f64 = 1e6;
 /// An episode ends once so many durations in a row, and nothing else for so long, were usual.
-const CALM: u32 = 20;
-/// See [`CALM`]: nanoseconds.
-const CALM_NS: u64 = 10 * SECOND_NS;
+const CALM_COUNT: u32 = 20;
+/// See [`CALM_COUNT`].
+pub const CALM: Duration = Duration::from_secs(10);
+const CALM_NS: u64 = CALM.as_secs() * SECOND_NS;
 
 /// What is known of one kernel.
 #[derive(Clone, Debug, Default)]
@@ -51,7 +54,7 @@ impl Watch {
             }
         } else if let Some(episode) = &mut self.episode {
             episode.calm = episode.calm.saturating_add(1);
-            if episode.calm >= CALM && at_ns.saturating_sub(episode.last_ns) >= CALM_NS {
+            if episode.calm >= CALM_COUNT && at_ns.saturating_sub(episode.last_ns) >= CALM_NS {
                 self.episode = None;
             }
         }

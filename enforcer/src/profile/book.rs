@@ -4,7 +4,7 @@
 //! processes of a tenant; a handle from before the look is a symbol of its own, and is shown as what it is.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     sync::Arc,
 };
 
@@ -16,6 +16,8 @@ use super::{anomaly::Watch, histogram::Histogram};
 const MOST_SYMBOLS: usize = 1024;
 /// Handles whose names are remembered.
 const MOST_HANDLES: usize = 1 << 16;
+/// Bytes of names that are remembered, each name once.
+const MOST_NAME_BYTES: usize = 8 << 20;
 
 /// A process, counted from the first one that was looked at: process ids come again.
 pub type ProcessIndex = u32;
@@ -25,7 +27,7 @@ pub type ProcessIndex = u32;
 pub enum Name {
     /// As its module calls it.
     Known(Arc<str>),
-    /// It was given out before the look began, or it is a graph.
+    /// It was given out before the look began, or it is a graph, whose handle has [`gpuquota_common::profile::GRAPH`].
     Handle(ProcessIndex, u64),
     /// Those for which there was no room.
     Others,
@@ -90,6 +92,9 @@ type SymbolKey = (Arc<str>, Name);
 pub struct Book {
     symbols: BTreeMap<SymbolKey, Tally>,
     names: HashMap<(ProcessIndex, u64), Arc<str>>,
+    /// Each name once, and their bytes.
+    known: HashSet<Arc<str>>,
+    known_bytes: usize,
     /// Names for which there was no room.
     pub unnamed: u64,
     /// Launches of kernels that are not told apart.
@@ -103,11 +108,28 @@ impl Book {
         if self.names.get(&key).is_some_and(|known| **known == *name) {
             return;
         }
-        if self.names.len() >= MOST_HANDLES && !self.names.contains_key(&key) {
+        let is_full = self.names.len() >= MOST_HANDLES && !self.names.contains_key(&key);
+        let Some(name) = (!is_full).then(|| self.intern(name)).flatten() else {
+            // What it was called before it is not called now.
+            self.names.remove(&key);
             self.unnamed += 1;
             return;
+        };
+        self.names.insert(key, name);
+    }
+
+    /// The one copy of a name, if there is room.
+    fn intern(&mut self, name: &str) -> Option<Arc<str>> {
+        if let Some(known) = self.known.get(name) {
+            return Some(Arc::clone(known));
         }
-        self.names.insert(key, name.into());
+        if self.known_bytes + name.len() > MOST_NAME_BYTES {
+            return None;
+        }
+        let name: Arc<str> = name.into();
+        self.known_bytes += name.len();
+        self.known.insert(Arc::clone(&name));
+        Some(name)
     }
 
     /// A handle is another one of the same kernel.
@@ -186,6 +208,13 @@ impl Book {
     /// A process has ended: its handles say nothing any more.
     pub fn end(&mut self, process: ProcessIndex) {
         self.names.retain(|(of, _), _| *of != process);
+        let mut bytes = 0;
+        self.known.retain(|name| {
+            let is_used = Arc::strong_count(name) > 1;
+            bytes += if is_used { name.len() } else { 0 };
+            is_used
+        });
+        self.known_bytes = bytes;
     }
 
     /// Symbols by tenant.
@@ -299,6 +328,29 @@ mod tests {
                 usual_ns: 50e6,
             })
         );
+    }
+
+    #[test]
+    fn names_have_a_bound_and_go_with_who_uses_them() {
+        let mut book = Book::default();
+        let long = "x".repeat(1 << 20);
+        for at in 0..20 {
+            book.name(at, 7, &format!("{at}{long}"));
+        }
+        assert!(book.known_bytes <= MOST_NAME_BYTES && book.unnamed >= 12);
+        // The same name is there once, however often it is given out.
+        let before = book.known_bytes;
+        book.name(0, 8, &format!("0{long}"));
+        assert_eq!(book.known_bytes, before);
+        for at in 0..20 {
+            book.end(at);
+        }
+        assert_eq!((book.known_bytes, book.known.len()), (0, 0));
+        // What is in the book keeps its name.
+        book.name(0, 7, "gemm");
+        book.launched(0, &tenant(), 7, &launches(1));
+        book.end(0);
+        assert_eq!(book.known.len(), 1);
     }
 
     proptest! {

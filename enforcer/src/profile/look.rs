@@ -16,7 +16,9 @@ use std::{
 };
 
 use aya::maps::{MapData, RingBuf};
-use gpuquota_common::profile::{KernelKey, Launches, MAX_PROCESSES, Named, Waited, cookie, told};
+use gpuquota_common::profile::{
+    GRAPH, KernelKey, Launches, MAX_PROCESSES, Named, Waited, cookie, told,
+};
 use tracing::{debug, info, warn};
 
 use super::{
@@ -282,6 +284,7 @@ fn readable(name: &Name) -> String {
             }
             name
         }
+        Name::Handle(_, handle) if handle & GRAPH != 0 => format!("graph@{:#x}", handle & !GRAPH),
         Name::Handle(_, handle) => format!("kernel@{handle:#x}"),
         Name::Others => "(others)".to_owned(),
     }

@@ -17,7 +17,7 @@ pub mod sampling;
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use gpuquota_policy::{GpuSelector, HostGpu, Key, Policy};
@@ -33,6 +33,8 @@ use crate::{
 const MOST_LOOKS: usize = 8;
 /// Looks by policy at once: each has programs, maps and a thread of its own.
 const MOST_ALWAYS: usize = 32;
+/// Anomalies that are remembered so that each is told once.
+const MOST_TOLD: usize = 1024;
 /// A look by command may last so long.
 pub const LONGEST: Duration = Duration::from_hours(24);
 
@@ -114,6 +116,8 @@ struct Looks {
     left_out: BTreeMap<String, String>,
     /// Anomalies by tenant since the daemon runs.
     anomalies: BTreeMap<String, u64>,
+    /// What was told lately: process and kernel.
+    told: BTreeMap<(u32, String), Instant>,
 }
 
 /// All looks of the daemon.
@@ -273,14 +277,26 @@ impl Profiles {
         }
     }
 
-    /// Counts an anomaly of a tenant.
-    pub fn count(&self, tenant: &str) {
-        if !tenant.is_empty() {
-            *lock(&self.looks)
+    /// Counts an anomaly of a tenant; false if another look at the same process has told of it.
+    pub fn count(&self, found: &Unusual, now: Instant) -> bool {
+        let mut looks = lock(&self.looks);
+        looks
+            .told
+            .retain(|_, at| now.saturating_duration_since(*at) < anomaly::CALM);
+        let key = (found.pid, found.kernel.clone());
+        if looks.told.contains_key(&key) {
+            return false;
+        }
+        if looks.told.len() < MOST_TOLD {
+            looks.told.insert(key, now);
+        }
+        if !found.tenant.is_empty() {
+            *looks
                 .anomalies
-                .entry(tenant.to_owned())
+                .entry((*found.tenant).to_owned())
                 .or_default() += 1;
         }
+        true
     }
 
     /// Anomalies of a tenant since the daemon runs.
@@ -401,6 +417,30 @@ mod tests {
             BTreeSet::from(["a".to_owned(), "b".to_owned()])
         );
         assert!(without_effect(&policy).is_empty());
+    }
+
+    #[test]
+    fn an_anomaly_that_two_looks_see_is_one() {
+        let profiles = Profiles::default();
+        let found = Unusual {
+            tenant: "a".into(),
+            pid: 7,
+            kernel: "gemm".into(),
+            duration: Duration::from_secs(1),
+            usual: Duration::from_millis(1),
+        };
+        let start = Instant::now();
+        assert!(profiles.count(&found, start));
+        assert!(!profiles.count(&found, start + anomaly::CALM / 2));
+        let other = Unusual {
+            kernel: "conv".into(),
+            ..found.clone()
+        };
+        assert!(profiles.count(&other, start));
+        assert!(profiles.count(&found, start + anomaly::CALM));
+        assert_eq!((profiles.anomalies("a"), profiles.anomalies("b")), (3, 0));
+        profiles.keep(&BTreeSet::new());
+        assert_eq!(profiles.anomalies("a"), 0);
     }
 
     #[test]

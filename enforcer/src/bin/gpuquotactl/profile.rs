@@ -201,7 +201,7 @@ fn remarks(report: &ProfileReport, screen: Screen) -> String {
         }
     };
     remark(
-        "kernels shown by their handles, since they are graphs or were given out before this look",
+        "kernels shown by their handles, since they were given out before this look",
         u64::try_from(bare).unwrap_or(u64::MAX),
     );
     remark("waits or names that were lost", gaps.lost);
