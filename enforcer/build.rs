@@ -36,7 +36,12 @@ fn main() -> Result<()> {
         .status()
         .context("cannot run cargo for the eBPF programs")?;
     ensure!(status.success(), "the eBPF programs do not build: {status}");
-    for name in ["gpuquota-ebpf", "gpuquota-insight", "gpuquota-profile"] {
+    for name in [
+        "gpuquota-ebpf",
+        "gpuquota-insight",
+        "gpuquota-profile",
+        "gpuquota-idle",
+    ] {
         let object = target_dir.join("bpfel-unknown-none/release").join(name);
         std::fs::copy(&object, out.join(name))
             .with_context(|| format!("cannot copy {}", object.display()))?;

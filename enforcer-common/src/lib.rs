@@ -4,7 +4,7 @@
 //! [`op`] names the ledger operations that user space asks the kernel side to perform; [`nvidia`]
 //! is the driver's ABI as far as it is decoded, and [`rm`] decodes it, for both sides alike; [`launch`] is all of
 //! launch budgets, [`waiting`] of the queue of allocations that wait, [`claim`] of what is reserved, [`insight`] of the leak finder,
-//! [`profile`] of the launch profile.
+//! [`profile`] of the launch profile, [`idle`] of what threads do while a GPU is idle.
 #![no_std]
 #![allow(
     clippy::cast_possible_truncation,
@@ -18,6 +18,7 @@
 pub mod claim;
 pub mod event;
 pub mod fault;
+pub mod idle;
 pub mod insight;
 pub mod launch;
 pub mod map;

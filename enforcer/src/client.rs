@@ -13,6 +13,7 @@ use crate::{
     config::Bus,
     control::{
         Backend, Finding, Gpu, Held, Notice, PolicyLoaded, QuotaChange, Tenant,
+        idle::IdleReport,
         insight::{self, HeatRow, HeatTuple, HistoryDict, MemoryHistory},
         leaks::{LeakReport, Target},
         profile::ProfileReport,
@@ -106,6 +107,22 @@ trait Profile {
     #[zbus(allow_interactive_auth)]
     fn stop_profile(&self, target: &str) -> zbus::Result<String>;
     fn list_profiles(&self) -> zbus::Result<Vec<String>>;
+}
+
+#[proxy(
+    interface = "org.gpuquota.Enforcer1.Idle",
+    default_service = "org.gpuquota.Enforcer1",
+    default_path = "/org/gpuquota/Enforcer1",
+    gen_blocking = false
+)]
+trait Idle {
+    #[zbus(allow_interactive_auth)]
+    fn start_idle(&self, target: &str, limit_usec: u64) -> zbus::Result<()>;
+    #[zbus(allow_interactive_auth)]
+    fn get_idle(&self, target: &str) -> zbus::Result<String>;
+    #[zbus(allow_interactive_auth)]
+    fn stop_idle(&self, target: &str) -> zbus::Result<String>;
+    fn list_idle(&self) -> zbus::Result<Vec<String>>;
 }
 
 /// A call to the daemon failed.
@@ -456,6 +473,42 @@ impl Client {
     pub async fn profile_targets(&self) -> Result<Vec<Target>, ClientError> {
         let profiler = self.profiler().await?;
         let targets = self.call(READ_TIMEOUT, profiler.list_profiles()).await?;
+        Ok(targets.iter().map(|target| Target::parse(target)).collect())
+    }
+
+    async fn idle_proxy(&self) -> Result<IdleProxy<'static>, ClientError> {
+        let proxy = IdleProxy::builder(&self.connection)
+            .cache_properties(zbus::proxy::CacheProperties::No)
+            .build();
+        self.call(READ_TIMEOUT, proxy).await
+    }
+
+    /// Follows the threads of a tenant or process for so long at most.
+    pub async fn start_idle(&self, target: &Target, limit: Duration) -> Result<(), ClientError> {
+        let (idle, target) = (self.idle_proxy().await?, target.to_string());
+        self.call(CHANGE_TIMEOUT, idle.start_idle(&target, micros(limit)))
+            .await
+    }
+
+    /// What was found so far.
+    pub async fn idle(&self, target: &Target) -> Result<IdleReport, ClientError> {
+        let (idle, target) = (self.idle_proxy().await?, target.to_string());
+        let json = self.call(CHANGE_TIMEOUT, idle.get_idle(&target)).await?;
+        serde_json::from_str(&json).map_err(protocol)
+    }
+
+    /// Ends the look, and tells what was found.
+    pub async fn stop_idle(&self, target: &Target) -> Result<IdleReport, ClientError> {
+        let (idle, target) = (self.idle_proxy().await?, target.to_string());
+        let json = self.call(CHANGE_TIMEOUT, idle.stop_idle(&target)).await?;
+        serde_json::from_str(&json).map_err(protocol)
+    }
+
+    /// Whose threads are or were followed.
+    pub async fn idle_targets(&self) -> Result<Vec<Target>, ClientError> {
+        let targets = self
+            .call(READ_TIMEOUT, self.idle_proxy().await?.list_idle())
+            .await?;
         Ok(targets.iter().map(|target| Target::parse(target)).collect())
     }
 

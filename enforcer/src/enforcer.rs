@@ -10,6 +10,7 @@ mod closing;
 mod contexts;
 mod faulting;
 mod governing;
+mod idling;
 mod insight;
 mod judging;
 mod launching;
@@ -51,6 +52,7 @@ use crate::{
     ending::Endings,
     high::HighWater,
     history::History,
+    idle::Idle,
     insight::Leaks,
     kernel::{Kernel, KernelError, PinDir},
     launch::{Launches, attach},
@@ -175,6 +177,7 @@ pub struct Enforcer {
     time: TimeControl,
     launches: Arc<Launches>,
     leaks: Leaks,
+    idle: Idle,
     profiles: Profiles,
     in_force: RwLock<InForce>,
     /// Held while a policy is being changed, from reading the files to the kernel: one change at a time.
@@ -251,6 +254,7 @@ impl Enforcer {
             config,
             launches: Arc::new(Launches::new(Arc::clone(&kernel))),
             leaks: Leaks::default(),
+            idle: Idle::default(),
             profiles: Profiles::default(),
             kernel,
             hierarchy,

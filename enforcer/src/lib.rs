@@ -16,6 +16,7 @@ pub mod enforcer;
 pub mod faults;
 pub mod high;
 pub mod history;
+pub mod idle;
 pub mod insight;
 pub mod journal;
 pub mod kernel;

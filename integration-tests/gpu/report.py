@@ -12,7 +12,8 @@ DOCUMENT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md
 BEGIN, END = "<!-- measured on a GPU: begin; written by integration-tests/gpu/report.py -->", "<!-- measured on a GPU: end -->"
 PARTS = (
     ("memory", "Memory budgets"), ("paths", "Ways to allocate"), ("lifecycle", "Ends of processes and of the daemon"),
-    ("launches", "Launch budgets"), ("insight", "Leak finder"), ("profile", "Launch profile"), ("time", "GPU time"), ("tail", "A service beside a neighbour"),
+    ("launches", "Launch budgets"), ("insight", "Leak finder"), ("profile", "Launch profile"),
+    ("idle", "What leaves a GPU idle"), ("time", "GPU time"), ("tail", "A service beside a neighbour"),
     ("overhead", "What governed programs pay"), ("neighbours", "Bad neighbours"), ("control", "Control plane"),
     ("telemetry", "What is told"),
 )

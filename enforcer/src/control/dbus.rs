@@ -10,6 +10,7 @@ use zbus::{Connection, DBusError, connection::Builder, fdo};
 use super::{
     Control, Notice,
     access::Access,
+    idle_watch::IdleWatch,
     insight::Insight,
     leak_finder::LeakFinder,
     manager::{Manager, Shared, emit_notices},
@@ -124,6 +125,10 @@ async fn connect(bus: &Bus, shared: &Arc<Shared>) -> Result<(Connection, Objects
         shared: shared.clone(),
         access: manager.access,
     };
+    let idle = IdleWatch {
+        shared: shared.clone(),
+        access: manager.access,
+    };
     let builder = match bus {
         Bus::System => Builder::system(),
         Bus::Session => Builder::session(),
@@ -137,6 +142,7 @@ async fn connect(bus: &Bus, shared: &Arc<Shared>) -> Result<(Connection, Objects
             .serve_at(wire::PATH, insight)?
             .serve_at(wire::PATH, leaks)?
             .serve_at(wire::PATH, profiler)?
+            .serve_at(wire::PATH, idle)?
             .name(wire::NAME)?
             .allow_name_replacements(false)
             .replace_existing_names(false)

@@ -25,7 +25,7 @@ use super::{
     wire::{self, GpuDict, TenantDict, Triple},
     wire_time,
 };
-use crate::{insight::LeaksError, profile::ProfileError};
+use crate::{idle::IdleError, insight::LeaksError, profile::ProfileError};
 
 /// Longest string that a caller may pass.
 const MAX_STRING: usize = 64 << 10;
@@ -309,6 +309,11 @@ impl From<ControlError> for MethodError {
             ControlError::Profile(error) => match error {
                 ProfileError::Duration => "BadProperty",
                 ProfileError::NoLook(_) => "NoSuchLook",
+                _ => "NotFollowed",
+            },
+            ControlError::Idle(error) => match error {
+                IdleError::Duration => "BadProperty",
+                IdleError::NoLook(_) => "NoSuchLook",
                 _ => "NotFollowed",
             },
             ControlError::Io { .. } => "IO",

@@ -6,6 +6,8 @@
 
 mod access;
 pub mod dbus;
+pub mod idle;
+mod idle_watch;
 pub mod insight;
 pub mod launch;
 mod leak_finder;
@@ -91,6 +93,14 @@ pub trait Control: Send + Sync + 'static {
     fn stop_profile(&self, target: &leaks::Target) -> Result<profile::ProfileReport, ControlError>;
     /// Whose launches are or were profiled.
     fn profile_targets(&self) -> Vec<leaks::Target>;
+    /// Follows the threads of processes for so long at most, see [`crate::idle`].
+    fn start_idle(&self, target: leaks::Target, limit: Duration) -> Result<(), ControlError>;
+    /// What was found so far.
+    fn idle(&self, target: &leaks::Target) -> Result<idle::IdleReport, ControlError>;
+    /// Ends the look, and tells what was found.
+    fn stop_idle(&self, target: &leaks::Target) -> Result<idle::IdleReport, ControlError>;
+    /// Whose threads are or were followed.
+    fn idle_targets(&self) -> Vec<leaks::Target>;
     /// The whole state for debugging, as JSON.
     fn dump_state(&self) -> serde_json::Value;
     /// What happens from now on. A receiver that does not keep up loses the oldest notices.
@@ -414,6 +424,9 @@ pub enum ControlError {
     /// Launches are not profiled.
     #[error(transparent)]
     Profile(#[from] crate::profile::ProfileError),
+    /// Threads are not followed.
+    #[error(transparent)]
+    Idle(#[from] crate::idle::IdleError),
     /// A file could not be written.
     #[error("{path}: {source}")]
     Io {

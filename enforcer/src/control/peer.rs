@@ -25,6 +25,7 @@ use zbus::{Guid, connection::Builder};
 
 use super::{
     access::Access,
+    idle_watch::IdleWatch,
     insight::Insight,
     leak_finder::LeakFinder,
     manager::{Manager, Shared, emit_notices},
@@ -233,6 +234,10 @@ async fn serve_client(stream: UnixStream, uid: u32, shared: &Arc<Shared>, guid: 
         shared: shared.clone(),
         access: manager.access,
     };
+    let idle = IdleWatch {
+        shared: shared.clone(),
+        access: manager.access,
+    };
     let build = async {
         Builder::socket(Transport(stream))
             .server(guid)?
@@ -241,6 +246,7 @@ async fn serve_client(stream: UnixStream, uid: u32, shared: &Arc<Shared>, guid: 
             .serve_at(wire::PATH, insight)?
             .serve_at(wire::PATH, leaks)?
             .serve_at(wire::PATH, profiler)?
+            .serve_at(wire::PATH, idle)?
             .build()
             .await
     };

@@ -17,6 +17,7 @@ use crate::{
     control::{
         Backend, BackendState, Control, ControlError, Finding, Gpu, Held, Notice, PolicyLoaded,
         ProcessUse, QuotaChange, Tenant, TenantGpu, Verdict,
+        idle::IdleReport,
         insight::{HeatRow, MemoryHistory},
         leaks::{LeakReport, Target},
         memory::TenantMemory,
@@ -175,6 +176,23 @@ impl Control for Enforcer {
 
     fn profile_targets(&self) -> Vec<Target> {
         self.profiles.targets()
+    }
+
+    fn start_idle(&self, target: Target, limit: Duration) -> Result<(), ControlError> {
+        self.known_target(&target)?;
+        Ok(self.idle.start(target, limit)?)
+    }
+
+    fn idle(&self, target: &Target) -> Result<IdleReport, ControlError> {
+        Ok(self.idle.report(target)?)
+    }
+
+    fn stop_idle(&self, target: &Target) -> Result<IdleReport, ControlError> {
+        Ok(self.idle.stop(target)?)
+    }
+
+    fn idle_targets(&self) -> Vec<Target> {
+        self.idle.targets()
     }
 
     fn dump_state(&self) -> serde_json::Value {
@@ -415,6 +433,7 @@ impl Enforcer {
         findings.extend(self.kernel.passed_over().ok().and_then(doctor::passed_over));
         findings.extend(self.launches.findings());
         findings.push(self.leak_finding());
+        findings.push(self.idle_finding());
         findings.extend(self.profile_findings());
         findings.extend(self.ungoverned());
         let now = self.read();

@@ -29,7 +29,7 @@ impl Watched for Enforcer {
 
 impl Enforcer {
     /// Whether a tenant is the one of this name, or in it.
-    fn is_within(&self, tenant: u32, name: &str) -> bool {
+    pub(super) fn is_within(&self, tenant: u32, name: &str) -> bool {
         let now = self.read();
         let mut at = now.seating.seat(tenant).map(|seat| seat.name.clone());
         while let Some(found) = at {

@@ -48,6 +48,7 @@ impl Enforcer {
         self.start_time()?;
         let launches = self.start_launches()?;
         self.offer_insight();
+        self.offer_idle();
         self.offer_profiles();
         if self.known_driver {
             self.start_adopting()?;
@@ -341,6 +342,7 @@ impl Watch {
             error!("the event thread panicked");
         }
         self.enforcer.leaks.end();
+        self.enforcer.idle.end();
         self.enforcer.profiles.end();
         drop(self.launches);
         self.enforcer.time.stop();

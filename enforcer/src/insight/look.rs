@@ -26,7 +26,7 @@ use tracing::{debug, info, warn};
 use super::{
     calls::{self, ALLOCATIONS, EXPECTED},
     pairing::{Pairing, ProcessIndex, Site, Space, Span},
-    stack::{AddressSpace, Binaries, Frame},
+    stack::{AddressSpace, Binaries, Frame, Place},
 };
 use crate::{
     control::leaks::{LeakFrame, LeakGaps, LeakProcess, LeakReport, LeakSite, Target},
@@ -684,7 +684,7 @@ impl Reader {
             .spaces
             .entry(process)
             .or_insert_with(|| AddressSpace::new(header.tgid));
-        let walked = space.walk(&mut self.binaries, header, stack);
+        let walked = space.walk(&mut self.binaries, Place::from(header), stack);
         let key = (
             process,
             space.changes(),

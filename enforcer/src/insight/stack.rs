@@ -125,10 +125,34 @@ struct Met {
     bias: u64,
 }
 
+/// Where a thread is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Program counter.
+    pub pc: u64,
+    /// Stack pointer.
+    pub sp: u64,
+    /// Frame pointer.
+    pub fp: u64,
+    /// Whether a call returns to it, so that the call itself is before it.
+    pub is_return: bool,
+}
+
+impl From<&Header> for Place {
+    fn from(header: &Header) -> Self {
+        Self {
+            pc: header.pc,
+            sp: header.sp,
+            fp: header.fp,
+            is_return: true,
+        }
+    }
+}
+
 /// A walked stack.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stack {
-    /// Return addresses, the innermost first.
+    /// Return addresses, the innermost first; of a thread that is in no call its place and one more, as if there were one.
     pub addresses: Vec<u64>,
     /// Whether it goes on beyond what was copied, or cannot be followed further.
     pub cut: bool,
@@ -250,22 +274,28 @@ impl AddressSpace {
         Some(start)
     }
 
-    /// Walks a stack from the return of a call on.
-    pub fn walk(&mut self, binaries: &mut Binaries, header: &Header, stack: &[u8]) -> Stack {
-        let mut registers = UnwindRegsX86_64::new(header.pc, header.sp, header.fp);
+    /// Walks a stack from where its thread is on.
+    pub fn walk(&mut self, binaries: &mut Binaries, place: Place, stack: &[u8]) -> Stack {
+        let mut registers = UnwindRegsX86_64::new(place.pc, place.sp, place.fp);
         let mut read = |address: u64| -> Result<u64, ()> {
-            let at = usize::try_from(address.checked_sub(header.sp).ok_or(())?).map_err(drop)?;
+            let at = usize::try_from(address.checked_sub(place.sp).ok_or(())?).map_err(drop)?;
             let bytes = stack.get(at..at.checked_add(8).ok_or(())?).ok_or(())?;
             bytes.try_into().map(u64::from_le_bytes).map_err(drop)
         };
         let mut walked = Stack::default();
-        let mut next = FrameAddress::from_return_address(header.pc);
+        let mut next = if place.is_return {
+            FrameAddress::from_return_address(place.pc)
+        } else {
+            Some(FrameAddress::from_instruction_pointer(place.pc))
+        };
         while let Some(address) = next {
             if walked.addresses.len() >= DEEPEST {
                 walked.cut = true;
                 break;
             }
-            walked.addresses.push(address.address());
+            walked
+                .addresses
+                .push(address.address_for_lookup().wrapping_add(1));
             self.meet(binaries, address.address_for_lookup());
             next = match self.unwinder.unwind_frame(
                 address,
@@ -427,7 +457,7 @@ mod tests {
             stack_len: 0,
         };
         let mut binaries = Binaries::default();
-        let stack = space.walk(&mut binaries, &header, &[0xa5; 4096]);
+        let stack = space.walk(&mut binaries, Place::from(&header), &[0xa5; 4096]);
         assert!(!stack.addresses.is_empty() && stack.addresses.len() <= DEEPEST);
         let frame = space.frame(&mut binaries, header.pc);
         let function = frame.function.expect("this program has symbols");

@@ -5,6 +5,7 @@
 
 mod clients;
 mod deny;
+pub mod idle;
 pub mod insight;
 pub mod launch;
 mod leftovers;
@@ -201,6 +202,14 @@ pub enum KernelError {
     /// A tracepoint's record is not as expected.
     #[error(transparent)]
     Tracefs(#[from] TracefsError),
+    /// The CPUs of the host are not told.
+    #[error("{path}: {source}")]
+    Cpus {
+        /// Where they should be.
+        path: &'static str,
+        /// Why.
+        source: std::io::Error,
+    },
     /// A ledger operation did not do what it should.
     #[error("ledger operation {operation} answered {answer}")]
     Operation {

@@ -51,27 +51,17 @@ pub enum OffsetError {
     },
 }
 
+/// Globals of the programs that follow threads while a GPU is idle, as [`FIELDS`].
+const THREAD_FIELDS: &[(&str, &str, &str)] = &[
+    ("OFF_TASK_TGID", "task_struct", "tgid"),
+    ("OFF_TASK_PID", "task_struct", "pid"),
+    ("OFF_TASK_JOBCTL", "task_struct", "jobctl"),
+];
+
 /// The offset, in bytes, behind every global that the programs leave open.
 pub(super) fn lookup(path: &Path) -> Result<Vec<(&'static str, u32)>, OffsetError> {
-    let no_btf = |reason: String| OffsetError::NoBtf {
-        path: path.display().to_string(),
-        reason,
-    };
-    // sysfs allows no mapping of this file on every kernel; a copy can be mapped on all. Few of its types are looked at, and
-    // to read all of them takes ten times as long.
-    let btf = Btf::from_file_with_backend(path, Backend::Mmap).or_else(|_| {
-        let copy = copy_of(path).map_err(|error| no_btf(error.to_string()))?;
-        Btf::from_file_with_backend(format!("/proc/self/fd/{}", copy.as_raw_fd()), Backend::Mmap)
-            .map_err(|error| no_btf(error.to_string()))
-    })?;
-    let mut found = FIELDS
-        .iter()
-        .map(|&(global, structure, field)| {
-            offset_of(&btf, structure, field)
-                .map(|offset| (global, offset))
-                .ok_or(OffsetError::NoField { structure, field })
-        })
-        .collect::<Result<Vec<_>, _>>()?;
+    let btf = open(path)?;
+    let mut found = fields(&btf, FIELDS)?;
     // The holders of an open file: Linux 6.13 renamed the field, and begins to count at 0 there.
     let (offset, least) = offset_of(&btf, "file", "f_ref")
         .map(|offset| (offset, 0))
@@ -87,6 +77,39 @@ pub(super) fn lookup(path: &Path) -> Result<Vec<(&'static str, u32)>, OffsetErro
         });
     found.push(("OFF_TASK_COMPAT", outer? + inner?));
     Ok(found)
+}
+
+/// As [`lookup`], for the programs that follow threads while a GPU is idle.
+pub(super) fn lookup_threads(path: &Path) -> Result<Vec<(&'static str, u32)>, OffsetError> {
+    fields(&open(path)?, THREAD_FIELDS)
+}
+
+fn open(path: &Path) -> Result<Btf, OffsetError> {
+    let no_btf = |reason: String| OffsetError::NoBtf {
+        path: path.display().to_string(),
+        reason,
+    };
+    // sysfs allows no mapping of this file on every kernel; a copy can be mapped on all. Few of its types are looked at, and
+    // to read all of them takes ten times as long.
+    Btf::from_file_with_backend(path, Backend::Mmap).or_else(|_| {
+        let copy = copy_of(path).map_err(|error| no_btf(error.to_string()))?;
+        Btf::from_file_with_backend(format!("/proc/self/fd/{}", copy.as_raw_fd()), Backend::Mmap)
+            .map_err(|error| no_btf(error.to_string()))
+    })
+}
+
+fn fields(
+    btf: &Btf,
+    wanted: &[(&'static str, &'static str, &'static str)],
+) -> Result<Vec<(&'static str, u32)>, OffsetError> {
+    wanted
+        .iter()
+        .map(|&(global, structure, field)| {
+            offset_of(btf, structure, field)
+                .map(|offset| (global, offset))
+                .ok_or(OffsetError::NoField { structure, field })
+        })
+        .collect()
 }
 
 /// A copy in memory.
@@ -139,6 +162,13 @@ mod tests {
         let copy = copy_of(path).expect("readable");
         let copy = format!("/proc/self/fd/{}", copy.as_raw_fd());
         assert_eq!(lookup(Path::new(&copy)).expect("the same"), offsets);
+        let threads = lookup_threads(path).expect("BTF of the running kernel");
+        assert_eq!(threads.len(), THREAD_FIELDS.len());
+        let tgid = |list: &[(&str, u32)]| {
+            let found = list.iter().find(|(name, _)| *name == "OFF_TASK_TGID");
+            found.map(|(_, offset)| *offset)
+        };
+        assert_eq!(tgid(&threads), tgid(&offsets));
     }
 
     #[test]

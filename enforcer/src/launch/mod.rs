@@ -182,6 +182,18 @@ impl Launches {
         Some(Duration::from_nanos(calls.last_ns))
     }
 
+    /// Whether a process that is stopped now is so by us.
+    pub fn stops(&self, tgid: u32) -> bool {
+        let Some(slot) = lock(&self.shown).get(&tgid).map(|shown| shown.slot) else {
+            return false;
+        };
+        self.kernel.launch().record.calls(slot).is_ok_and(|calls| {
+            calls.stops > 0
+                && !calls.stopped_by_others()
+                && calls.job_control_ns <= calls.stopped_ns
+        })
+    }
+
     /// The launches of a tenant; `None` if no budget holds for it.
     pub fn usage(&self, tenant: u32) -> Option<TenantLaunch> {
         let budgets = self.budgets();

@@ -128,7 +128,7 @@ pub struct Told<'a> {
 impl Told<'_> {
     /// Whether the board was at work and NVML says of nobody that it was. Seen on an H200 of processes that are frozen in
     /// between, for seconds; then nothing is known of who was idle.
-    fn missed(&self) -> bool {
+    pub fn missed(&self) -> bool {
         self.board.is_some_and(|part| part >= BOARD_BUSY)
             && self.busy.iter().all(|busy| busy.busy_us == 0)
     }

@@ -164,6 +164,8 @@ fn the_shipped_interface_file_is_what_is_served() {
     ));
     let shipped = include_str!("../../../config/org.gpuquota.Enforcer1.xml");
     same_interface("org.gpuquota.Enforcer1.Manager", &served, shipped);
+    let shipped = include_str!("../../../config/org.gpuquota.Enforcer1.Idle.xml");
+    same_interface("org.gpuquota.Enforcer1.Idle", &served, shipped);
     let shipped = include_str!("../../../config/org.gpuquota.Enforcer1.Leaks.xml");
     same_interface("org.gpuquota.Enforcer1.Leaks", &served, shipped);
     let shipped = include_str!("../../../config/org.gpuquota.Enforcer1.Profile.xml");
@@ -208,7 +210,9 @@ fn interface(name: &str, xml: &str) -> Vec<String> {
 fn every_member_of_the_bus_is_in_the_reference() {
     let reference = include_str!("../../../docs/dbus.md");
     let mut members = 0;
-    for name in ["", ".Tenant", ".GPU", ".Insight", ".Leaks", ".Profile"] {
+    for name in [
+        "", ".Tenant", ".GPU", ".Insight", ".Leaks", ".Profile", ".Idle",
+    ] {
         let file = format!(
             "{}/../config/org.gpuquota.Enforcer1{name}.xml",
             env!("CARGO_MANIFEST_DIR")

@@ -22,6 +22,7 @@ fn readers_print_for_people() {
         "leaks",
         stdout(&daemon.ctl(&["leaks", "vision", "--so-far"]))
     );
+    assert_snapshot!("idle", stdout(&daemon.ctl(&["idle", "vision", "--so-far"])));
     assert_snapshot!(
         "profile",
         stdout(&daemon.ctl(&["profile", "vision", "--so-far"]))
@@ -45,6 +46,10 @@ fn readers_print_json_with_exact_numbers() {
     assert_snapshot!(
         "leaks-json",
         stdout(&daemon.ctl(&["leaks", "vision", "--so-far", "--json"]))
+    );
+    assert_snapshot!(
+        "idle-json",
+        stdout(&daemon.ctl(&["idle", "vision", "--so-far", "--json"]))
     );
     assert_snapshot!(
         "profile-json",

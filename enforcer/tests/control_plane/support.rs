@@ -18,12 +18,14 @@ use gpuquota_enforcer::{
     control::{
         Backend, BackendState, Control, ControlError, Finding, Gpu, Held, Notice, PolicyLoaded,
         ProcessUse, QuotaChange, Server, Tenant, TenantGpu, Uncontrolled, Verdict,
+        idle::{IdleGaps, IdleGpu, IdleProcess, IdleReport, IdleShare, IdleStack, IdleState},
         insight::{HeatRow, MemoryHistory},
         leaks::{LeakFrame, LeakGaps, LeakProcess, LeakReport, LeakSite, Target},
         memory::TenantMemory,
         profile::{ProbeCosts, ProfileGaps, ProfileKernel, ProfileProcess, ProfileReport},
         serve,
     },
+    idle::State,
 };
 use gpuquota_policy::{HostGpu, Layer, Policy, Source};
 use tempfile::TempDir;
@@ -178,6 +180,100 @@ fn profile(target: &Target) -> ProfileReport {
         gaps: ProfileGaps {
             lost: 2,
             ..ProfileGaps::default()
+        },
+    }
+}
+
+/// A look at threads that has found something.
+fn idle(target: &Target) -> IdleReport {
+    let share = |pid, context, used_usec, spent: [(u64, u64, u64); State::COUNT]| IdleShare {
+        pid,
+        context,
+        known_usec: 10_000_000,
+        used_usec,
+        others_usec: 500_000,
+        idle_usec: 6_000_000,
+        states: State::ALL
+            .into_iter()
+            .zip(spent)
+            .map(|(state, (least_usec, idle_usec, most_usec))| IdleState {
+                state,
+                time_usec: most_usec,
+                idle_usec,
+                least_usec,
+                most_usec,
+            })
+            .collect(),
+    };
+    let none = (0, 0, 0);
+    let main = [
+        (0, 600_000, 1_000_000),
+        none,
+        (4_000_000, 4_800_000, 5_400_000),
+        none,
+        (300_000, 600_000, 900_000),
+        none,
+        none,
+        none,
+    ];
+    let worker = [
+        (6_000_000, 6_000_000, 6_000_000),
+        none,
+        none,
+        none,
+        none,
+        none,
+        none,
+        none,
+    ];
+    let frame = |function: Option<&str>| LeakFrame {
+        function: function.map(str::to_owned),
+        file: "/opt/train".into(),
+        address: 0x1234,
+    };
+    let process = |pid: u32, comm: &str| IdleProcess {
+        pid,
+        comm: comm.into(),
+        ended: false,
+    };
+    IdleReport {
+        target: target.clone(),
+        running: false,
+        elapsed_usec: 10_000_000,
+        limit_usec: 10_000_000,
+        gpus: vec![
+            IdleGpu {
+                gpu: 0,
+                step_usec: Some(100_000),
+                untold_usec: 3_000_000,
+                shares: vec![
+                    share(4242, true, 3_500_000, main),
+                    share(4243, false, 0, worker),
+                ],
+                trouble: None,
+            },
+            IdleGpu {
+                gpu: 1,
+                step_usec: None,
+                untold_usec: 0,
+                shares: Vec::new(),
+                trouble: Some("NVML does not tell its use by process: not supported".into()),
+            },
+        ],
+        processes: vec![process(4242, "train"), process(4243, "loader")],
+        stacks: vec![IdleStack {
+            pid: 4242,
+            thread: "main".into(),
+            state: State::Io,
+            frames: vec![frame(Some("read")), frame(Some("next_batch")), frame(None)],
+            cut: true,
+            idle_usec: 4_700_000,
+        }],
+        gaps: IdleGaps {
+            lost: 3,
+            no_samples: Some("program tick: perf_event_open: not permitted".into()),
+            unnamed: vec!["/opt/train".into()],
+            ..IdleGaps::default()
         },
     }
 }
@@ -348,6 +444,22 @@ impl Control for FakeControl {
     }
 
     fn profile_targets(&self) -> Vec<Target> {
+        vec![Target::Tenant("vision".into())]
+    }
+
+    fn start_idle(&self, target: Target, limit: Duration) -> Result<(), ControlError> {
+        self.start_leaks(target, limit)
+    }
+
+    fn idle(&self, target: &Target) -> Result<IdleReport, ControlError> {
+        Ok(idle(target))
+    }
+
+    fn stop_idle(&self, target: &Target) -> Result<IdleReport, ControlError> {
+        Ok(idle(target))
+    }
+
+    fn idle_targets(&self) -> Vec<Target> {
         vec![Target::Tenant("vision".into())]
     }
 

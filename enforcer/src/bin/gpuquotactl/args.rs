@@ -160,6 +160,16 @@ Examples:
 Probes go into the processes and are gone when the time is over. They are in them for as much of the time as
 insight.budget allows. Kernels whose names were given out before are shown by their handles.")]
     Profile(ProfileArgs),
+    /// Tell what the threads of a tenant or process do while its GPU is idle
+    #[command(after_help = "\
+Examples:
+  gpuquotactl idle vision --for 30s
+  gpuquotactl idle 4711 --for 10s --folded idle.txt
+  gpuquotactl idle vision --so-far      while another one is looking
+
+A program is on the context switches of the host as long as it looks, and gone when the time is over. NVML tells how a GPU
+was used some time later, so the answer comes up to 5 s after the end.")]
+    Idle(IdleArgs),
     /// Tell what this host offers, what is in use, and why the rest is not
     Doctor(Json),
     /// Make tenants of the pods of a Kubernetes node, by their annotations
@@ -279,6 +289,29 @@ pub struct ProfileArgs {
     #[arg(long, requires = "target")]
     pub stop: bool,
     /// Print JSON: all kernels, histograms, no colours
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Whose threads, and for how long.
+#[derive(Debug, Args)]
+pub struct IdleArgs {
+    /// A tenant, or a process by its number; without one, those that are looked at are listed
+    #[arg(value_name = "TENANT|PID")]
+    pub target: Option<String>,
+    /// How long to look, such as 10s or 5min, an hour at most
+    #[arg(long = "for", value_name = "DURATION", default_value = "30s", value_parser = duration)]
+    pub duration: Duration,
+    /// Show what a look that goes on has found so far
+    #[arg(long, requires = "target", conflicts_with = "stop")]
+    pub so_far: bool,
+    /// End a look and show what it has found
+    #[arg(long, requires = "target")]
+    pub stop: bool,
+    /// Write folded stacks for flame graphs
+    #[arg(long, value_name = "FILE", requires = "target", value_hint = ValueHint::FilePath)]
+    pub folded: Option<PathBuf>,
+    /// Print JSON: exact numbers, no colours
     #[arg(long)]
     pub json: bool,
 }

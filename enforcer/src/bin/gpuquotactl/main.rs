@@ -6,6 +6,7 @@ mod error;
 mod faults;
 mod generate;
 mod history;
+mod idle;
 mod kubernetes;
 mod launches;
 mod leaks;
@@ -104,6 +105,7 @@ async fn dispatch(bus: &Bus, verb: Verb) -> Result<(), Error> {
             files,
             json,
         }) => policy::explain(&files, &tenant, gpu.as_ref(), bus, json.json).await,
+        Verb::Idle(arguments) => idle::idle(&connect().await?, &arguments).await,
         Verb::Leaks(arguments) => leaks::leaks(&connect().await?, &arguments).await,
         Verb::Profile(arguments) => profile::profile(&connect().await?, &arguments).await,
         Verb::Doctor(json) => read::doctor(bus, json.json).await,

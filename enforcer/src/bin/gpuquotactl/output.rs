@@ -175,12 +175,12 @@ impl Table {
     }
 
     /// Adds a row of as many cells as there are columns.
-    pub fn row<const N: usize>(&mut self, cells: [(String, Style); N]) {
-        debug_assert_eq!(N, self.columns.len());
-        let cells = cells
+    pub fn row(&mut self, cells: impl IntoIterator<Item = (String, Style)>) {
+        let cells: Vec<(String, Style)> = cells
             .into_iter()
             .map(|(text, style)| (clean(&text), style))
             .collect();
+        debug_assert_eq!(cells.len(), self.columns.len());
         self.rows.push(cells);
     }
 

@@ -1,0 +1,47 @@
+//! The maps of this object.
+
+use aya_ebpf::{
+    helpers::bpf_ktime_get_ns,
+    macros::map,
+    maps::{HashMap, PerCpuArray, RingBuf},
+};
+use gpuquota_common::idle::{MAX_CHOSEN, MAX_PACES, Pace, counter};
+
+/// `BPF_F_NO_PREALLOC`: a large bound costs nothing.
+const NO_PREALLOC: u32 = 1;
+
+/// Processes that are followed. Preallocated: every context switch of the host looks here.
+#[map]
+pub static CHOSEN: HashMap<u32, u8> = HashMap::with_max_entries(MAX_CHOSEN, 0);
+/// How often their threads go off their CPUs, by thread.
+#[map]
+pub static PACES: HashMap<u32, Pace> = HashMap::with_max_entries(MAX_PACES, NO_PREALLOC);
+/// What became of their threads. User space says how large it is.
+#[map]
+pub static MOMENTS: RingBuf = RingBuf::with_byte_size(1 << 20, 0);
+/// What did not fit; see [`counter`].
+#[map]
+pub static LOSSES: PerCpuArray<u64> = PerCpuArray::with_max_entries(counter::COUNT, 0);
+
+/// Whether a process is followed.
+#[inline(always)]
+pub fn is_chosen(tgid: u32) -> bool {
+    // SAFETY: the value is not read. Process 0 is what a CPU does when there is nothing to do.
+    tgid != 0 && unsafe { CHOSEN.get(tgid) }.is_some()
+}
+
+/// Counts something that is lost.
+#[inline(always)]
+pub fn count(which: u32) {
+    if let Some(value) = LOSSES.get_ptr_mut(which) {
+        // SAFETY: a value of this CPU; a program that is interrupted here may lose one.
+        unsafe { *value += 1 };
+    }
+}
+
+/// `CLOCK_MONOTONIC`, nanoseconds.
+#[inline(always)]
+pub fn now() -> u64 {
+    // SAFETY: no arguments, no effects.
+    unsafe { bpf_ktime_get_ns() }
+}

@@ -1,0 +1,34 @@
+//! `perf_event` on the clock of every CPU: tells which chosen thread runs there, with its stack.
+
+use aya_ebpf::{helpers::bpf_get_current_pid_tgid, macros::perf_event, programs::PerfEventContext};
+use gpuquota_common::idle::{Moment, what};
+
+use crate::{
+    maps::{is_chosen, now},
+    registers,
+    tell::tell_with_stack,
+};
+
+/// The clock of a CPU ticks.
+#[perf_event]
+pub fn tick(_ctx: PerfEventContext) -> u32 {
+    let task = bpf_get_current_pid_tgid();
+    let tgid = (task >> 32) as u32;
+    if !is_chosen(tgid) {
+        return 0;
+    }
+    let registers = registers::read();
+    tell_with_stack(Moment {
+        at_ns: now(),
+        tgid,
+        tid: task as u32,
+        what: what::SAMPLE,
+        syscall: registers.syscall,
+        stands_for: 1,
+        pc: registers.pc,
+        sp: registers.sp,
+        fp: registers.fp,
+        stack_len: 0,
+    });
+    0
+}
