@@ -60,24 +60,25 @@ macro_rules! task_field {
 #[raw_tracepoint(tracepoint = "sched_switch")]
 pub fn sched_switch(ctx: RawTracePointContext) -> i32 {
     let task = bpf_get_current_pid_tgid();
-    if is_chosen((task >> 32) as u32) {
-        goes(&ctx, (task >> 32) as u32, task as u32);
+    let process = (task >> 32) as u32;
+    if is_chosen(process) {
+        goes(&ctx, process, task as u32);
     }
     let next = ctx.arg::<u64>(argument::NEXT);
-    let tgid = task_field!(next, OFF_TASK_TGID, u32);
-    if is_chosen(tgid) {
-        let tid = task_field!(next, OFF_TASK_PID, u32);
-        tell(moment(what::RUNS, tgid, tid));
+    let process = task_field!(next, OFF_TASK_TGID, u32);
+    if is_chosen(process) {
+        let thread = task_field!(next, OFF_TASK_PID, u32);
+        tell(moment(what::RUNS, process, thread));
     }
     0
 }
 
 #[inline(always)]
-fn moment(what: u32, tgid: u32, tid: u32) -> Moment {
+fn moment(what: u32, process: u32, thread: u32) -> Moment {
     Moment {
         at_ns: now(),
-        tgid,
-        tid,
+        tgid: process,
+        tid: thread,
         what,
         syscall: u32::MAX,
         stands_for: 0,
@@ -90,10 +91,10 @@ fn moment(what: u32, tgid: u32, tid: u32) -> Moment {
 
 /// A chosen thread goes off its CPU.
 #[inline(always)]
-fn goes(ctx: &RawTracePointContext, tgid: u32, tid: u32) {
+fn goes(ctx: &RawTracePointContext, process: u32, thread: u32) {
     let state = ctx.arg::<u64>(argument::STATE);
     let preempted = ctx.arg::<u64>(argument::PREEMPTED) & 1 != 0;
-    let what = if preempted || state & 0xffff == 0 {
+    let what = if preempted || state as u32 == 0 {
         what::QUEUED
     } else if state & bits::DEAD != 0 {
         what::ENDED
@@ -109,9 +110,9 @@ fn goes(ctx: &RawTracePointContext, tgid: u32, tid: u32) {
             what::SLEEPS
         }
     };
-    let mut moment = moment(what, tgid, tid);
+    let mut moment = moment(what, process, thread);
     if what == what::ENDED {
-        let _ = PACES.remove(tid);
+        let _ = PACES.remove(thread);
         return tell(moment);
     }
     let registers = registers::read();
@@ -120,12 +121,12 @@ fn goes(ctx: &RawTracePointContext, tgid: u32, tid: u32) {
         return tell(moment);
     }
     // SAFETY: the entry is of this thread, which is here and nowhere else.
-    let pace = match unsafe { PACES.get(tid) } {
+    let pace = match unsafe { PACES.get(thread) } {
         Some(pace) => pace.next(moment.at_ns),
         None => Pace::begin(moment.at_ns),
     };
     // Where it fails, every stack of the thread is copied.
-    let _ = PACES.insert(tid, pace, 0);
+    let _ = PACES.insert(thread, pace, 0);
     let one_of = pace.one_of();
     // SAFETY: no arguments, no effects.
     if one_of > 1 && u64::from(unsafe { bpf_get_prandom_u32() }) % one_of != 0 {

@@ -56,14 +56,17 @@ impl Tally {
         self.used += wall * own;
         self.others += wall * (busy - own);
         self.idle += idle;
-        for at in 0..State::COUNT {
-            self.time[at] += time[at];
-            self.idle_in[at] += idle * time[at] / wall;
-            self.least[at] += (idle - (wall - time[at])).max(0.0);
-            self.most[at] += idle.min(time[at]);
+        for (at, spent) in time.iter().enumerate() {
+            self.time[at] += spent;
+            self.idle_in[at] += idle * spent / wall;
+            self.least[at] += (idle - (wall - spent)).max(0.0);
+            self.most[at] += idle.min(*spent);
         }
     }
 }
+
+/// Nanoseconds on stacks, by process and stack.
+type OnStacks = HashMap<(u32, u32), f64>;
 
 /// A process that is followed.
 #[derive(Clone, Debug)]
@@ -82,9 +85,9 @@ pub struct Correlator {
     gpus: BTreeMap<u32, Gpu>,
     tallies: BTreeMap<(u32, u32), Tally>,
     /// Time on stacks, by process and stack, of which it is not known yet how idle the GPU was; with the number of the slot.
-    pending: VecDeque<(u64, HashMap<(u32, u32), f64>)>,
+    pending: VecDeque<(u64, OnStacks)>,
     /// Nanoseconds on stacks while the GPU was idle.
-    stacks: HashMap<(u32, u32), f64>,
+    stacks: OnStacks,
     /// Time on stacks for which there was no room, or of which the GPU's use was never told.
     pub uncounted_ns: f64,
     clock: u64,
@@ -345,6 +348,7 @@ impl Correlator {
 }
 
 #[cfg(test)]
+#[expect(clippy::float_cmp, reason = "of whole milliseconds")]
 mod tests {
     use proptest::prelude::*;
 
@@ -452,7 +456,7 @@ mod tests {
         for stack in 0..2 * u32::try_from(MOST_STACKS).expect("small") {
             all.sampled(1, at(50), stack, MS);
         }
-        assert_eq!((all.uncounted_ns / ns(MS)).round() as usize, MOST_STACKS);
+        assert_eq!(all.uncounted_ns, ns(MS * MOST_STACKS as u64));
         for slot in 0..3 * MOST_STACK_SLOTS as u64 {
             all.sampled(1, at(50 + 100 * slot), 1, MS);
         }

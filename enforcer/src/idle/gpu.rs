@@ -169,6 +169,7 @@ impl Gpu {
 }
 
 #[cfg(test)]
+#[expect(clippy::float_cmp, reason = "of whole percents")]
 mod tests {
     use super::*;
 
@@ -197,20 +198,20 @@ mod tests {
             ],
         );
         let spans = gpu.settle(u64::MAX);
-        let shape: Vec<(u64, u64, u64)> = spans
+        let shape: Vec<(u64, u64, f64)> = spans
             .iter()
             .map(|span| {
                 let percent = (span.busy() * 100.0).round();
-                (span.from_ns / MS, span.to_ns / MS, percent as u64)
+                (span.from_ns / MS, span.to_ns / MS, percent)
             })
             .collect();
         assert_eq!(
             shape,
             [
-                (1000, 1200, 0),
-                (1200, 1300, 65),
-                (1300, 1400, 100),
-                (1400, 1500, 0)
+                (1000, 1200, 0.0),
+                (1200, 1300, 65.0),
+                (1300, 1400, 100.0),
+                (1400, 1500, 0.0)
             ]
         );
         assert_eq!(spans[1].busy_by(2), 0.25);

@@ -159,7 +159,7 @@ impl Look {
     pub fn start(
         target: Target,
         limit: Duration,
-        watched: Weak<dyn Watched>,
+        watched: &Weak<dyn Watched>,
     ) -> Result<Self, LookError> {
         let system = |what| move |source| LookError::System { what, source };
         let (kernel, ring) = IdleKernel::load()?;
@@ -174,7 +174,7 @@ impl Look {
         let (stop, stopped) = mpsc::channel();
         let mut keeper = Keeper {
             target: target.clone(),
-            watched: Weak::clone(&watched),
+            watched: Weak::clone(watched),
             kernel,
             shared: Arc::clone(&shared),
             chosen: BTreeSet::new(),
@@ -183,7 +183,7 @@ impl Look {
         keeper.sweep();
         let reader = Reader {
             ring,
-            watched: Weak::clone(&watched),
+            watched: Weak::clone(watched),
             shared: Arc::clone(&shared),
             spaces: HashMap::new(),
             binaries: Binaries::default(),
@@ -759,20 +759,24 @@ impl Reader {
             frames,
             cut: walked.cut,
         };
-        let number = match self.stacks.get(&(pid, info.clone())) {
-            Some(number) => *number,
-            None => {
-                let number = lock(&self.shared.known).number(info.clone());
-                if number != OTHERS {
-                    self.stacks.insert((pid, info), number);
-                }
-                number
-            }
-        };
+        let number = self.number(pid, info);
         if self.walks.len() >= MOST_WALKS {
             self.walks.clear();
         }
         self.walks.insert(key, number);
+        number
+    }
+
+    /// The number of a stack among those that are told apart.
+    fn number(&mut self, pid: u32, info: StackInfo) -> u32 {
+        let key = (pid, info);
+        if let Some(number) = self.stacks.get(&key) {
+            return *number;
+        }
+        let number = lock(&self.shared.known).number(key.1.clone());
+        if number != OTHERS {
+            self.stacks.insert(key, number);
+        }
         number
     }
 

@@ -102,7 +102,7 @@ impl Idle {
             looks.remove(&over);
         }
         let look =
-            Look::start(target.clone(), limit, watched).map_err(|source| IdleError::Start {
+            Look::start(target.clone(), limit, &watched).map_err(|source| IdleError::Start {
                 target: target.clone(),
                 source: Box::new(source),
             })?;

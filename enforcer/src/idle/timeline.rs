@@ -397,6 +397,7 @@ impl Timeline {
 }
 
 #[cfg(test)]
+#[expect(clippy::float_cmp, reason = "of whole nanoseconds")]
 mod tests {
     use proptest::prelude::*;
 
