@@ -225,6 +225,21 @@ fn who_is_stopped_by_a_launch_budget_is_held() {
 }
 
 #[test]
+fn who_waits_for_orders_waits_for_io() {
+    let bed = Bed::new(POLICY);
+    let mut actor = bed.actor("a");
+    assert!(!actor.tell("alloc 4MiB").is_empty());
+    let target = Target::Tenant("a".into());
+    start(&bed, &target);
+    thread::sleep(Duration::from_secs(4));
+    assert!(!actor.tell("info").is_empty());
+    let report = stop(&bed, &target);
+    let share = share(&report, actor.workload_pid());
+    let (least, _) = part(share, State::Io);
+    assert!(share.context && least > 0.5, "{report:#?}");
+}
+
+#[test]
 fn who_is_frozen_on_the_gpu_is_held() {
     let bed = Bed::new(POLICY);
     let mut actor = client(&bed, "a");
