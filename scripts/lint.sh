@@ -37,6 +37,7 @@ scripts_check() {
 check "cargo fmt" cargo fmt --all --check
 check "cargo fmt, fuzz targets" cargo fmt --manifest-path fuzz/Cargo.toml --check
 check "clippy" cargo clippy --quiet "${workspace[@]}" --all-targets -- -D warnings
+check "clippy, with Parquet" cargo clippy --quiet -p gpuquota-enforcer --features parquet --bin gpuquotactl -- -D warnings
 check "clippy, eBPF programs" ebpf_clippy
 check "cargo doc" docs
 check "unused dependencies" quietly cargo machete .

@@ -42,6 +42,7 @@ cargo_test() { # SUITE
         mapfile -t args < <(test_programs "${crates[@]}")
         cargo test "${workspace[@]}" --no-fail-fast --lib --bins "${args[@]}" || rc=1
         cargo test "${workspace[@]}" --no-fail-fast --doc || rc=1
+        cargo test -p gpuquota-enforcer --features parquet --bin gpuquotactl record:: || rc=1
         return "$rc"
     fi
     mapfile -t args < <(test_programs "$(suite_folder "$1")")

@@ -60,6 +60,20 @@ fn readers_print_json_with_exact_numbers() {
 }
 
 #[test]
+#[cfg(not(feature = "parquet"))]
+fn a_format_that_is_not_built_in_is_refused_with_what_to_build() {
+    let daemon = Daemon::on_peer();
+    let file = std::env::temp_dir().join(format!("gpuquota-{}.parquet", std::process::id()));
+    let name = file.to_str().expect("UTF-8");
+    fails(
+        &daemon.ctl(&["record", "--format", "parquet", "--output", name]),
+        2,
+        "--features parquet",
+    );
+    assert!(!file.exists());
+}
+
+#[test]
 fn a_tenant_is_found_by_process() {
     let daemon = Daemon::on_peer();
     assert_eq!(

@@ -348,15 +348,27 @@ pub struct RecordArgs {
     /// One GPU, by index, instead of all
     #[arg(long)]
     pub gpu: Option<u32>,
-    /// Where to, as comma-separated values
+    /// Where to
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub output: PathBuf,
+    /// How it is written
+    #[arg(long, value_enum, default_value_t = RecordFormat::Csv)]
+    pub format: RecordFormat,
     /// Draw it into this file too (SVG)
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub plot: Option<PathBuf>,
     /// The NVML library, where the loader does not find it
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub nvml_library: Option<PathBuf>,
+}
+
+/// How a recording is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum RecordFormat {
+    /// Comma-separated values
+    Csv,
+    /// Apache Parquet, if this program was built with it
+    Parquet,
 }
 
 /// How pods are found, and where their tenants go.

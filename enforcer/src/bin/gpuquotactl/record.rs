@@ -1,15 +1,16 @@
 //! `record`: utilisation, memory, power and what each tenant has of it, at steps of milliseconds, to a file.
 //!
-//! NVML is asked from here, so that it costs the daemon nothing and ends with this command. [`table`] writes the rows,
-//! [`plot`] draws them; both are pure.
+//! NVML is asked from here, so that it costs the daemon nothing and ends with this command. [`table`] and `parquet` write the
+//! rows, [`plot`] draws them; all are pure. [`sink`] is the file.
 
+#[cfg(feature = "parquet")]
+mod parquet;
 mod plot;
+mod sink;
 mod table;
 
 use std::{
     collections::BTreeMap,
-    fs::File,
-    io::{BufWriter, Write as _},
     path::Path,
     time::{Duration, Instant},
 };
@@ -17,7 +18,10 @@ use std::{
 use gpuquota_enforcer::client::Client;
 use nvml_wrapper::{Device, Nvml, enums::device::UsedGpuMemory, error::NvmlError};
 
-use self::table::{Rest, Row};
+use self::{
+    sink::Sink,
+    table::{Rest, Row},
+};
 use crate::{
     args::RecordArgs,
     error::Error,
@@ -35,6 +39,7 @@ const KNOWN: usize = 4096;
 
 /// `record`
 pub async fn record(client: &Client, arguments: &RecordArgs) -> Result<(), Error> {
+    sink::known(arguments.format)?;
     let nvml = open(arguments).map_err(|error| trouble(&error))?;
     let devices = devices(&nvml, arguments.gpu)?;
     let mut tenants = Tenants::new(client.clone());
@@ -42,13 +47,7 @@ pub async fn record(client: &Client, arguments: &RecordArgs) -> Result<(), Error
     refuse_too_fast(took, arguments.interval, devices.len())?;
     refuse_too_many(arguments, devices.len())?;
     let path = &arguments.output;
-    let file = File::create(path).map_err(|source| file_error(path, source))?;
-    let mut out = BufWriter::new(file);
-    let mut put = |text: &str| {
-        out.write_all(text.as_bytes())
-            .map_err(|source| file_error(path, source))
-    };
-    put(table::HEAD)?;
+    let mut out = Sink::create(path, arguments.format)?;
     let mut kept = arguments.plot.is_some().then(Vec::new);
     let mut gaps = Gaps::default();
     let start = Instant::now();
@@ -59,7 +58,7 @@ pub async fn record(client: &Client, arguments: &RecordArgs) -> Result<(), Error
         for device in &devices {
             let rows = look(device, at, &mut tenants).map_err(|error| trouble(&error))?;
             for row in rows {
-                put(&row.line())?;
+                out.put(&row).map_err(|source| file_error(path, source))?;
                 if let Some(kept) = &mut kept {
                     kept.push(row);
                 }
@@ -75,7 +74,7 @@ pub async fn record(client: &Client, arguments: &RecordArgs) -> Result<(), Error
             due = now;
         }
     }
-    out.flush().map_err(|source| file_error(path, source))?;
+    out.finish().map_err(|source| file_error(path, source))?;
     if let (Some(plot), Some(rows)) = (&arguments.plot, kept) {
         std::fs::write(plot, plot::svg(&rows)).map_err(|source| file_error(plot, source))?;
     }
