@@ -58,6 +58,8 @@ pub mod kind {
     pub const OWN_CONTROL: u32 = 11;
     /// A subdevice, channel group or channel was made.
     pub const CHANNEL_NEW: u32 = 12;
+    /// The driver had no memory left for an allocation that was within every budget.
+    pub const CARD_FULL: u32 = 13;
 }
 
 #[cfg(test)]

@@ -52,14 +52,15 @@ pub fn object(key: ObjectKey, mut object: Object) -> u32 {
     }
     lists::link(key.client, key.handle);
     if object.bytes > 0 && object.gpu < PLACES {
-        let _ = ledger::reserve(
-            settings().generation,
+        let generation = settings().generation;
+        let _ = ledger::reserve(generation, object.tenant, object.gpu, object.bytes, true);
+        ledger::deposit(
+            generation,
+            object.tgid,
             object.tenant,
             object.gpu,
             object.bytes,
-            true,
         );
-        ledger::deposit(object.tgid, object.tenant, object.gpu, object.bytes);
     }
     result::OK
 }

@@ -22,6 +22,8 @@ use crate::{
     task,
 };
 
+/// Stands for the answer to a call that failed without one.
+const FAILED: u32 = u32::MAX;
 /// Offset of the result in the record of `sys_exit_ioctl`.
 const RECORD_RET: usize = 16;
 
@@ -47,7 +49,8 @@ pub fn ioctl_exit(ctx: TracePointContext) -> u32 {
         let ret = task::record::<i64>(&ctx, RECORD_RET);
         // The verifier has one path from here on, not one for every way to decode a call.
         let flight = core::hint::black_box(&*flight);
-        if ret == 0 && status_is_ok(flight) {
+        let answer = if ret == 0 { answer(flight) } else { FAILED };
+        if answer == status::OK {
             // What a supervisor has refused was not shown either, and has failed.
             if flight.by == 0 && flight.admitted == 0 {
                 count(counter::LATE_ENTRIES);
@@ -60,6 +63,9 @@ pub fn ioctl_exit(ctx: TracePointContext) -> u32 {
                 flight.gpu,
                 flight.reserved,
             );
+            if answer == status::NO_MEMORY && flight.refusal == refusal::NONE {
+                tell_full(flight);
+            }
         }
     } else if flight.reserved > 0 {
         ledger::unreserve(
@@ -104,22 +110,41 @@ fn read_late(settings: &Settings, flight: &mut InFlight) -> bool {
     true
 }
 
-/// The driver reports most failures in the argument, with 0 as the call's own result.
+/// The driver's answer. It reports most failures in the argument, with 0 as the call's own result.
 #[inline(always)]
-fn status_is_ok(flight: &InFlight) -> bool {
+fn answer(flight: &InFlight) -> u32 {
     let cmd = IoctlCmd {
         nr: flight.cmd as u8,
         size: (flight.cmd >> 16) as u16,
     };
     let Some(offset) = status_offset(cmd) else {
-        return false;
+        return FAILED;
     };
     if let Some(word) = Caller.word(flight.arg + offset as u64) {
-        return word == status::OK;
+        return word;
     }
     // The driver has just written there. Charging is the safe reading.
     count(counter::UNREADABLE);
-    true
+    status::OK
+}
+
+/// Tells the daemon that a card is full: lower classes may have to give back.
+#[inline(always)]
+fn tell_full(flight: &InFlight) {
+    emit(&Event {
+        kind: event::kind::CARD_FULL,
+        tenant: flight.tenant,
+        gpu: flight.gpu,
+        tgid: task::tgid(),
+        client: flight.client,
+        handle: flight.handle,
+        limited_by: NO_TENANT,
+        class: flight.class,
+        bytes: flight.wanted,
+        cgroup: flight.cgroup,
+        at_ns: now(),
+        ..Event::default()
+    });
 }
 
 /// Books a call that the driver has done.
@@ -237,7 +262,7 @@ fn charge(settings: &Settings, tgid: u32, flight: &InFlight) -> u64 {
             flight.reserved - bytes,
         );
     }
-    ledger::deposit(tgid, flight.tenant, flight.gpu, bytes);
+    ledger::deposit(settings.generation, tgid, flight.tenant, flight.gpu, bytes);
     bytes
 }
 

@@ -56,7 +56,7 @@ fn book(settings: &Settings, flight: &InFlight) {
     let bytes = if flight.call == call::ALLOC_MEMORY && gpu < PLACES {
         let missing = flight.wanted.saturating_sub(flight.reserved);
         let _ = ledger::reserve(generation, tenant, gpu, missing, true);
-        ledger::deposit(tgid, tenant, gpu, flight.reserved + missing);
+        ledger::deposit(generation, tgid, tenant, gpu, flight.reserved + missing);
         flight.reserved + missing
     } else {
         0

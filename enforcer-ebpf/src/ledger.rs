@@ -282,33 +282,7 @@ fn use_bytes(generation: u64, tenant: u32, place: u32, bytes: u64) {
         let Some(usage) = usage(at, place) else {
             break;
         };
-        let before = memory_of(usage).add(bytes);
-        // Whoever gives back lets go of the claim first: what is in use may for a moment seem more than is claimed.
-        let claimed = claim::bytes(claim::used(claim_of(usage).load()));
-        let after = before.saturating_add(bytes).min(claimed);
-        // SAFETY: a word of a map value. A racing maximum may be lost for one reservation; it is a gauge.
-        unsafe {
-            if (*usage).peak < after {
-                (*usage).peak = after;
-            }
-        }
-        let high = match budget(generation, cell(at, place)) {
-            Some(budget) => budget.memory_high,
-            None => u64::MAX,
-        };
-        if before <= high && after > high {
-            emit(&Event {
-                kind: event::kind::HIGH,
-                tenant,
-                gpu: place,
-                limited_by: at,
-                bytes,
-                used: after,
-                limit: high,
-                at_ns: now(),
-                ..Event::default()
-            });
-        }
+        memory_of(usage).add(bytes);
         at = around(generation, at);
     }
 }
@@ -358,9 +332,49 @@ fn take(word: Word, bytes: u64) -> u64 {
     before
 }
 
+/// Notes that a tenant and all around it have these bytes more, for good: peaks, and limits that are crossed. Not before,
+/// since the driver may yet refuse what was reserved.
+#[inline(always)]
+fn note_growth(generation: u64, tenant: u32, place: u32, bytes: u64) {
+    let mut at = tenant;
+    for _ in 0..MAX_NESTING {
+        let Some(usage) = usage(at, place) else {
+            break;
+        };
+        // Whoever gives back lets go of the claim first: what is in use may for a moment seem more than is claimed.
+        let claimed = claim::bytes(claim::used(claim_of(usage).load()));
+        let after = memory_of(usage).load().min(claimed);
+        // SAFETY: a word of a map value. A racing maximum may be lost for one allocation; it is a gauge.
+        unsafe {
+            if (*usage).peak < after {
+                (*usage).peak = after;
+            }
+        }
+        let high = match budget(generation, cell(at, place)) {
+            Some(budget) => budget.memory_high,
+            None => u64::MAX,
+        };
+        if after > high && after.saturating_sub(bytes) <= high {
+            emit(&Event {
+                kind: event::kind::HIGH,
+                tenant,
+                gpu: place,
+                limited_by: at,
+                bytes,
+                used: after,
+                limit: high,
+                at_ns: now(),
+                ..Event::default()
+            });
+        }
+        at = around(generation, at);
+    }
+}
+
 /// Puts settled bytes into the account of a process.
 #[inline(always)]
-pub fn deposit(tgid: u32, tenant: u32, gpu: u32, bytes: u64) {
+pub fn deposit(generation: u64, tgid: u32, tenant: u32, gpu: u32, bytes: u64) {
+    note_growth(generation, tenant, gpu, bytes);
     let key = AccountKey::new(tgid, tenant, gpu);
     if let Some(account) = ACCOUNTS.get_ptr_mut(key) {
         Word::new(account).add(bytes);

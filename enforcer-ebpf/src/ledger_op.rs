@@ -260,7 +260,7 @@ fn charge_apart(
         return result::OK;
     }
     let outcome = ledger::reserve(generation, object.tenant, gpu, bytes - before, true);
-    ledger::deposit(tgid, object.tenant, gpu, bytes - before);
+    ledger::deposit(generation, tgid, object.tenant, gpu, bytes - before);
     if let Reserved::No {
         limited_by,
         used,
@@ -317,7 +317,7 @@ fn move_object(key: ObjectKey, tgid: u32, tenant: u32, fd: u32) -> u32 {
     if bytes > 0 && before.gpu < PLACES {
         ledger::withdraw(generation, before.tgid, before.tenant, before.gpu, bytes);
         let _ = ledger::reserve(generation, tenant, before.gpu, bytes, true);
-        ledger::deposit(tgid, tenant, before.gpu, bytes);
+        ledger::deposit(generation, tgid, tenant, before.gpu, bytes);
     }
     // SAFETY: fields of a map value. A free at the same time finds zero bytes and releases nothing; the
     // charge then stays in the account of the process and goes with it.

@@ -5,8 +5,7 @@ use std::{fmt, future::poll_fn, io::ErrorKind, pin::Pin, task::Poll, time::Durat
 use futures_core::Stream;
 use tokio::net::UnixStream;
 use zbus::{
-    Connection, Message, connection::Builder, message::Type, names::MemberName, proxy,
-    proxy::OwnerChangedStream,
+    Connection, Message, connection::Builder, message::Type, proxy, proxy::OwnerChangedStream,
 };
 
 use crate::{
@@ -615,6 +614,19 @@ impl Notices {
     }
 }
 
+/// The notice that a signal is: each kind is named as its signal, and has the signal's arguments in their order.
+macro_rules! notice_of {
+    ($member:expr, $body:expr; $($kind:ident [$($field:ident),+];)+) => {
+        match $member {
+            $(stringify!($kind) => {
+                let ($($field),+) = $body.deserialize().map_err(protocol)?;
+                Some(Notice::$kind { $($field),+ })
+            })+
+            _ => None,
+        }
+    };
+}
+
 fn notice(message: &Message) -> Result<Option<Notice>, ClientError> {
     let header = message.header();
     if message.message_type() != Type::Signal
@@ -622,122 +634,30 @@ fn notice(message: &Message) -> Result<Option<Notice>, ClientError> {
     {
         return Ok(None);
     }
-    let body = message.body();
-    let notice = match header.member().map(MemberName::as_str) {
-        Some("Denied") => {
-            let (tenant, limited_by, key, gpu, pid, requested, used, limit) =
-                body.deserialize().map_err(protocol)?;
-            Notice::Denied {
-                tenant,
-                limited_by,
-                key,
-                gpu,
-                pid,
-                requested,
-                used,
-                limit,
-            }
-        }
-        Some("Breached") => {
-            let (tenant, key, gpu, pid, requested, used, limit) =
-                body.deserialize().map_err(protocol)?;
-            Notice::Breached {
-                tenant,
-                key,
-                gpu,
-                pid,
-                requested,
-                used,
-                limit,
-            }
-        }
-        Some("HighReached") => {
-            let (tenant, gpu, used, high) = body.deserialize().map_err(protocol)?;
-            Notice::HighReached {
-                tenant,
-                gpu,
-                used,
-                high,
-            }
-        }
-        Some("Throttled") => {
-            let (tenant, pid, symbol, delayed, delay_usec) =
-                body.deserialize().map_err(protocol)?;
-            Notice::Throttled {
-                tenant,
-                pid,
-                symbol,
-                delayed,
-                delay_usec,
-            }
-        }
-        Some("LaunchDenied") => {
-            let (tenant, limited_by, pid, symbol, patience_usec) =
-                body.deserialize().map_err(protocol)?;
-            Notice::LaunchDenied {
-                tenant,
-                limited_by,
-                pid,
-                symbol,
-                patience_usec,
-            }
-        }
-        Some("Storm") => {
-            let (tenant, pid, symbol, wanted, budget) = body.deserialize().map_err(protocol)?;
-            Notice::Storm {
-                tenant,
-                pid,
-                symbol,
-                wanted,
-                budget,
-            }
-        }
-        Some("Anomaly") => anomaly(&body)?,
-        Some("Xid") => xid(&body)?,
-        Some("PolicyLoaded") => {
-            let (generation, tenants, warnings) = body.deserialize().map_err(protocol)?;
-            Notice::PolicyLoaded(PolicyLoaded {
-                generation,
-                tenants,
-                warnings,
-            })
-        }
-        Some("CgroupAttached") => {
-            let (tenant, cgroup) = body.deserialize().map_err(protocol)?;
-            Notice::CgroupAttached { tenant, cgroup }
-        }
-        Some("CgroupDetached") => {
-            let (tenant, cgroup) = body.deserialize().map_err(protocol)?;
-            Notice::CgroupDetached { tenant, cgroup }
-        }
-        _ => return Ok(None),
+    let Some(member) = header.member() else {
+        return Ok(None);
     };
-    Ok(Some(notice))
-}
-
-fn anomaly(body: &zbus::message::Body) -> Result<Notice, ClientError> {
-    let (tenant, pid, kernel, duration_usec, usual_usec) = body.deserialize().map_err(protocol)?;
-    Ok(Notice::Anomaly {
-        tenant,
-        pid,
-        kernel,
-        duration_usec,
-        usual_usec,
-    })
-}
-
-fn xid(body: &zbus::message::Body) -> Result<Notice, ClientError> {
-    let (tenant, gpu, xid, pid, certainty, source, action, message) =
-        body.deserialize().map_err(protocol)?;
-    Ok(Notice::Xid {
-        tenant,
-        gpu,
-        xid,
-        pid,
-        certainty,
-        source,
-        action,
-        message,
+    let body = message.body();
+    if member == "PolicyLoaded" {
+        let (generation, tenants, warnings) = body.deserialize().map_err(protocol)?;
+        return Ok(Some(Notice::PolicyLoaded(PolicyLoaded {
+            generation,
+            tenants,
+            warnings,
+        })));
+    }
+    Ok(notice_of! { member.as_str(), body;
+        Denied [tenant, limited_by, key, gpu, pid, requested, used, limit];
+        Breached [tenant, key, gpu, pid, requested, used, limit];
+        HighReached [tenant, gpu, used, high];
+        Reclaimed [tenant, gpu, moved, wanted_by];
+        Throttled [tenant, pid, symbol, delayed, delay_usec];
+        LaunchDenied [tenant, limited_by, pid, symbol, patience_usec];
+        Storm [tenant, pid, symbol, wanted, budget];
+        Anomaly [tenant, pid, kernel, duration_usec, usual_usec];
+        Xid [tenant, gpu, xid, pid, certainty, source, action, message];
+        CgroupAttached [tenant, cgroup];
+        CgroupDetached [tenant, cgroup];
     })
 }
 

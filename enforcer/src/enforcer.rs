@@ -9,6 +9,7 @@ mod answers;
 mod closing;
 mod contexts;
 mod faulting;
+mod giving_back;
 mod governing;
 mod idling;
 mod insight;
@@ -24,7 +25,7 @@ mod waits;
 mod watching;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     io,
     path::PathBuf,
     sync::{
@@ -165,6 +166,8 @@ pub struct Enforcer {
     lacking: Lacking,
     endings: Endings,
     high: Mutex<HighWater>,
+    /// Cards on which lower classes are giving back.
+    making_room: Mutex<BTreeSet<u32>>,
     contexts: Mutex<contexts::ContextState>,
     /// How much of each card there is to reserve from.
     cards: Cards,
@@ -267,6 +270,7 @@ impl Enforcer {
             lacking,
             endings: Endings::default(),
             high: Mutex::default(),
+            making_room: Mutex::default(),
             contexts: Mutex::default(),
             cards: Cards::default(),
             known_driver: known,

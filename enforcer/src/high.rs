@@ -1,4 +1,4 @@
-//! When `memory.high` counts as crossed: once, until usage has clearly fallen below it.
+//! When `memory.high` counts as crossed: once, until usage has clearly fallen below it. And who above it gives back first.
 
 use std::collections::BTreeSet;
 
@@ -28,6 +28,28 @@ impl HighWater {
     }
 }
 
+/// A tenant that may have to give back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lender {
+    /// Its index.
+    pub tenant: u32,
+    /// Priority of its class.
+    pub priority: u32,
+    /// Bytes above its `memory.high`.
+    pub above: u64,
+}
+
+/// Those that give back for a tenant whose class has the priority `asking`, in order: the lowest class first, in a class
+/// who is furthest above its limit. Nobody of the same class or a higher one does, and nobody who is within its limit.
+pub fn order(lenders: impl IntoIterator<Item = Lender>, asking: u32) -> Vec<Lender> {
+    let mut order: Vec<Lender> = lenders
+        .into_iter()
+        .filter(|lender| lender.priority < asking && lender.above > 0)
+        .collect();
+    order.sort_by_key(|lender| (lender.priority, std::cmp::Reverse(lender.above)));
+    order
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -53,6 +75,31 @@ mod tests {
         water.crossed(1, 0);
         water.look(|_, _| None);
         assert!(water.is_empty());
+    }
+
+    #[test]
+    fn lower_classes_give_back_first_and_only_what_is_above() {
+        let lender = |tenant, priority, above| Lender {
+            tenant,
+            priority,
+            above,
+        };
+        let all = [
+            lender(0, 100, 9),
+            lender(1, 50, 1),
+            lender(2, 0, 3),
+            lender(3, 0, 5),
+            lender(4, 0, 0),
+        ];
+        let told = |asking| -> Vec<u32> {
+            order(all, asking)
+                .iter()
+                .map(|lender| lender.tenant)
+                .collect()
+        };
+        assert_eq!(told(100), [3, 2, 1]);
+        assert_eq!(told(50), [3, 2]);
+        assert!(told(0).is_empty());
     }
 
     proptest! {

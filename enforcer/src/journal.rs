@@ -28,6 +28,8 @@ pub const STORM: &str = "4fe1c2b8a97d4360bd5e8f7c6a1b0d46";
 pub const ANOMALY: &str = "27d8a5c30e9b4f61a4b7c9d2e8f05136";
 /// The driver reported an error on a GPU.
 pub const XID: &str = "b72f90c3d8154ea6a1c47d0e5f6b2398";
+/// Managed memory was moved to the host.
+pub const RECLAIMED: &str = "c4a70b91e2f64d83b15e9d7a3f8c6025";
 /// A policy came into force.
 pub const POLICY_LOADED: &str = "a8c6d4e2f0b1495783d2c1b0a9f8e757";
 /// A policy did not load, and the one before stays in force.
@@ -36,10 +38,11 @@ pub const POLICY_FAILED: &str = "7d0e2c4b6a894f1e93b5d7f9c1a3e568";
 pub const CGROUP: &str = "1e9b8d7c6f5a4e3d92c1b0af9e8d7c79";
 
 /// Every id, with the word that names it in the documentation.
-pub const MESSAGES: [(&str, &str); 11] = [
+pub const MESSAGES: [(&str, &str); 12] = [
     ("denied", DENIED),
     ("breached", BREACHED),
     ("high", HIGH),
+    ("reclaimed", RECLAIMED),
     ("throttled", THROTTLED),
     ("launch-denied", LAUNCH_DENIED),
     ("storm", STORM),
@@ -160,6 +163,24 @@ fn write(notice: &Notice, throttle: &mut Throttle, now: Instant) {
                 info!(
                     message_id = HIGH,
                     tenant, gpu, used, high, kept_back, "usage rose above memory.high"
+                );
+            }
+        }
+        Notice::Reclaimed {
+            tenant,
+            gpu,
+            moved,
+            wanted_by,
+        } => {
+            if let Some(kept_back) = throttle.pass(RECLAIMED, tenant, now) {
+                info!(
+                    message_id = RECLAIMED,
+                    tenant,
+                    gpu,
+                    moved,
+                    wanted_by,
+                    kept_back,
+                    "managed memory was moved to the host"
                 );
             }
         }

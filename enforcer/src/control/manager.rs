@@ -105,6 +105,12 @@ async fn emit(connection: &Connection, notice: Notice) -> zbus::Result<()> {
             used,
             limit,
         } => Manager::breached(emitter, &tenant, &key, gpu, pid, requested, used, limit).await,
+        Notice::Reclaimed {
+            tenant,
+            gpu,
+            moved,
+            wanted_by,
+        } => Manager::reclaimed(emitter, &tenant, gpu, moved, &wanted_by).await,
         Notice::HighReached {
             tenant,
             gpu,
@@ -611,6 +617,16 @@ impl Manager {
         gpu: u32,
         used: u64,
         high: u64,
+    ) -> zbus::Result<()>;
+
+    /// [`Notice::Reclaimed`].
+    #[zbus(signal)]
+    async fn reclaimed(
+        emitter: &SignalEmitter<'_>,
+        tenant: &str,
+        gpu: u32,
+        moved: u64,
+        wanted_by: &str,
     ) -> zbus::Result<()>;
 
     /// [`Notice::Throttled`].

@@ -305,6 +305,17 @@ pub enum Notice {
         /// The soft limit in bytes.
         high: u64,
     },
+    /// Managed memory of a tenant above its `memory.high` was moved to the host.
+    Reclaimed {
+        /// Tenant.
+        tenant: String,
+        /// GPU index.
+        gpu: u32,
+        /// Bytes that were moved.
+        moved: u64,
+        /// The tenant that the card had no memory left for; empty where it is the tenant's own `memory.on-high`.
+        wanted_by: String,
+    },
     /// Launches of a process are being delayed; not said again for a while.
     Throttled {
         /// Innermost tenant of the process.

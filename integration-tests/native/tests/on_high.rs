@@ -54,3 +54,98 @@ fn the_tenant_is_frozen_until_it_is_thawed() {
     assert!(thawed.status.success(), "{thawed:?}");
     assert!(becomes(false), "{}", bed.log());
 }
+
+/// A card of 16 GiB. `low` is above its `memory.high` with 7 GiB that only its program can free, `peer` and `within` hold
+/// some as well; the signal is one that ends nobody.
+fn crowded() -> Bed {
+    Bed::new(
+        "[class.high]\npriority = 200\n[class.low]\npriority = 0\n\
+         [tenant.urgent]\ncgroup = \"@/u.slice\"\nclass = \"high\"\nmemory.max = \"16GiB\"\n\
+         [tenant.low]\ncgroup = \"@/l.slice\"\nclass = \"low\"\nmemory.high = \"2GiB\"\nmemory.on-high = \"signal:URG\"\n\
+         [tenant.within]\ncgroup = \"@/w.slice\"\nclass = \"low\"\nmemory.high = \"4GiB\"\nmemory.on-high = \"signal:URG\"\n\
+         [tenant.peer]\ncgroup = \"@/p.slice\"\nclass = \"high\"\nmemory.high = \"1GiB\"\nmemory.on-high = \"signal:URG\"\n",
+    )
+}
+
+fn told(bed: &Bed, tenant: &str, times: usize) -> usize {
+    let count = || {
+        let log = bed.log();
+        log.lines()
+            .filter(|line| {
+                line.contains("signalled") && line.contains(&format!("tenant=\"{tenant}\""))
+            })
+            .count()
+    };
+    let end = Instant::now() + PATIENCE;
+    while count() < times && Instant::now() < end {
+        thread::sleep(Duration::from_millis(50));
+    }
+    count()
+}
+
+#[test]
+fn who_is_above_gives_back_when_the_card_is_full_for_a_higher_class() {
+    let bed = crowded();
+    let mut hold = |tenant: &str, size: &str| {
+        let mut actor = bed.actor(tenant);
+        let answer = actor.tell(&format!("alloc {size}"));
+        assert!(answer.starts_with("allocated"), "{tenant}: {answer}");
+        actor
+    };
+    let _low = hold("low", "7GiB");
+    let _within = hold("within", "1GiB");
+    let _peer = hold("peer", "2GiB");
+    assert_eq!(
+        told(&bed, "low", 1),
+        1,
+        "by its own crossing: {}",
+        bed.log()
+    );
+    assert_eq!(told(&bed, "peer", 1), 1, "{}", bed.log());
+    let mut urgent = hold("urgent", "1GiB");
+    assert!(urgent.tell("alloc 6GiB").starts_with("out of memory"));
+    assert_eq!(told(&bed, "low", 2), 2, "{}", bed.log());
+    // Who asks in vain for more than a second has waited for the round to end.
+    thread::sleep(Duration::from_millis(1500));
+    // A lower class gets nobody to give back, and neither does one that is refused by its own budget.
+    let mut within = bed.actor("within");
+    assert!(within.tell("alloc 6GiB").starts_with("out of memory"));
+    assert!(urgent.tell("alloc 30GiB").starts_with("out of memory"));
+    thread::sleep(Duration::from_millis(1500));
+    for (tenant, times) in [("low", 2), ("peer", 1), ("within", 0)] {
+        assert_eq!(told(&bed, tenant, times), times, "{tenant}: {}", bed.log());
+    }
+}
+
+#[test]
+fn managed_memory_goes_before_anybody_is_told() {
+    // The reservation of `urgent` keeps others out of what is left: the daemon refuses, not the driver.
+    let bed = Bed::new(
+        "[class.high]\npriority = 200\n[class.low]\npriority = 0\n\
+         [tenant.urgent]\ncgroup = \"@/u.slice\"\nclass = \"high\"\n\
+         [tenant.kept]\ncgroup = \"@/k.slice\"\nmemory.min = \"8GiB\"\nmemory.max = \"8GiB\"\n\
+         [tenant.low]\ncgroup = \"@/l.slice\"\nclass = \"low\"\nmemory.high = \"1GiB\"\nmemory.on-high = \"signal:URG\"\n",
+    );
+    let mut low = bed.actor("low");
+    assert!(
+        low.tell("alloc 3GiB --via managed")
+            .starts_with("allocated")
+    );
+    bed.wait_tenant("low", 0, |usage| usage.memory.managed == 3 << 30);
+    assert_eq!(told(&bed, "low", 1), 1, "{}", bed.log());
+    let resident = || {
+        let truth = bed.sim.truth().expect("the truth");
+        let processes = truth.gpus[0].processes.values();
+        processes.map(|process| process.managed_bytes).sum::<u64>()
+    };
+    let before = resident();
+    let mut urgent = bed.actor("urgent");
+    assert!(urgent.tell("alloc 2MiB").starts_with("allocated"));
+    assert!(urgent.tell("alloc 7GiB").starts_with("out of memory"));
+    let end = Instant::now() + PATIENCE;
+    while resident() == before && Instant::now() < end {
+        thread::sleep(Duration::from_millis(20));
+    }
+    assert!(resident() < before, "{}", bed.log());
+    drop(urgent);
+}

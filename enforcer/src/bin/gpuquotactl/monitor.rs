@@ -66,6 +66,7 @@ fn is_about(notice: &Notice, name: &str) -> bool {
         } => tenant == name || limited_by == name,
         Notice::Breached { tenant, .. }
         | Notice::HighReached { tenant, .. }
+        | Notice::Reclaimed { tenant, .. }
         | Notice::Throttled { tenant, .. }
         | Notice::Storm { tenant, .. }
         | Notice::Anomaly { tenant, .. }
@@ -139,6 +140,23 @@ fn describe(notice: &Notice) -> (Style, String) {
                 size(*high)
             );
             (Style::Warn, text)
+        }
+        Notice::Reclaimed {
+            tenant,
+            gpu,
+            moved,
+            wanted_by,
+        } => {
+            let why = if wanted_by.is_empty() {
+                "above memory.high".to_owned()
+            } else {
+                format!("the card is full and {wanted_by} wants memory")
+            };
+            let text = format!(
+                "reclaimed {tenant}: {} of managed memory moved from GPU {gpu} to the host, {why}",
+                size(*moved)
+            );
+            (Style::Plain, text)
         }
         Notice::Xid { .. } => faults::describe(notice),
         Notice::Throttled { .. } | Notice::LaunchDenied { .. } | Notice::Storm { .. } => {
