@@ -86,7 +86,7 @@ fn told(bed: &Bed, tenant: &str, times: usize) -> usize {
 #[test]
 fn who_is_above_gives_back_when_the_card_is_full_for_a_higher_class() {
     let bed = crowded();
-    let mut hold = |tenant: &str, size: &str| {
+    let hold = |tenant: &str, size: &str| {
         let mut actor = bed.actor(tenant);
         let answer = actor.tell(&format!("alloc {size}"));
         assert!(answer.starts_with("allocated"), "{tenant}: {answer}");
