@@ -104,7 +104,14 @@ impl Hierarchy {
 
     /// The path of a cgroup by its id, or `None` once it is gone.
     pub fn path(&self, id: u64) -> Option<String> {
-        let file = self.open_by_id(id)?;
+        let file = match self.open_by_id(id) {
+            Ok(file) => file,
+            // A kernel without CONFIG_FHANDLE, or a sandbox that keeps us from it.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) => {
+                return self.search(id);
+            }
+            Err(_) => return None,
+        };
         let link = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
         // The kernel appends this to the path of what was removed.
         if link.to_string_lossy().ends_with(" (deleted)") {
@@ -113,7 +120,14 @@ impl Hierarchy {
         self.relative(&link)
     }
 
-    fn open_by_id(&self, id: u64) -> Option<OwnedFd> {
+    /// The same by looking at every cgroup.
+    fn search(&self, id: u64) -> Option<String> {
+        self.walk("/")
+            .into_iter()
+            .find(|path| self.id(path).is_ok_and(|found| found == Some(id)))
+    }
+
+    fn open_by_id(&self, id: u64) -> io::Result<OwnedFd> {
         /// `struct file_handle` with room for the eight bytes of a kernfs id.
         #[repr(C)]
         struct Handle {
@@ -137,8 +151,11 @@ impl Hierarchy {
                 libc::O_PATH | libc::O_CLOEXEC,
             )
         };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
         // SAFETY: the kernel has just handed this descriptor to us alone.
-        (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
     fn relative(&self, folder: &Path) -> Option<String> {
@@ -258,5 +275,7 @@ mod tests {
         let hierarchy = Hierarchy::open(None).expect("this test needs cgroup v2");
         let id = hierarchy.id("/").expect("readable").expect("exists");
         assert_eq!(hierarchy.path(id).as_deref(), Some("/"));
+        assert_eq!(hierarchy.search(id).as_deref(), Some("/"));
+        assert_eq!(hierarchy.search(u64::MAX), None);
     }
 }

@@ -16,7 +16,9 @@ parts=(memory paths lifecycle launches insight profile idle time tail overhead n
 
 script() { # the file of a part
     case $1 in
+    # Not by their own names, which are those of modules of Python that others import.
     time) echo "$here/gputime.py" ;;
+    profile) echo "$here/launch_profile.py" ;;
     *) echo "$here/$1.py" ;;
     esac
 }

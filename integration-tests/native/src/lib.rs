@@ -575,14 +575,8 @@ impl Actor {
     /// Process id of the workload behind its runner.
     pub fn workload_pid(&self) -> u32 {
         let end = Instant::now() + PATIENCE;
-        let path = format!("/proc/{0}/task/{0}/children", self.child.id());
         loop {
-            let children = fs::read_to_string(&path).unwrap_or_default();
-            if let Some(pid) = children
-                .split_whitespace()
-                .next()
-                .and_then(|pid| pid.parse().ok())
-            {
+            if let Some(pid) = child_of(self.child.id()) {
                 return pid;
             }
             assert!(
@@ -655,4 +649,16 @@ pub fn tool(name: &str) -> PathBuf {
 /// Path of a binary of this build.
 pub fn binary(name: &str) -> PathBuf {
     built_directory().join(name)
+}
+
+/// The first child of a process. Not from `/proc/PID/task/PID/children`, which small kernels lack.
+fn child_of(parent: u32) -> Option<u32> {
+    let parent = parent.to_string();
+    fs::read_dir("/proc").ok()?.flatten().find_map(|entry| {
+        let pid = entry.file_name().to_str()?.parse().ok()?;
+        let stat = fs::read_to_string(entry.path().join("stat")).ok()?;
+        // The state, and then the parent, follow the name.
+        let (_, after) = stat.rsplit_once(')')?;
+        (after.split_whitespace().nth(1)? == parent).then_some(pid)
+    })
 }
