@@ -180,10 +180,15 @@ fn launches_are_counted_named_and_timed() {
     let twice = bed.call(async |client| client.start_profile(&target, LONG).await);
     assert!(twice.is_err(), "one look at a time");
     assert_eq!(actor.tell("rounds 5 --kernel-us 2000"), "rounds 5");
-    for wait in ["stream", "context", "event"] {
-        let step = format!("rounds 40 --kernel-us 2000 --library --wait {wait}");
-        assert_eq!(actor.tell(&step), "rounds 40");
+    for wait in ["stream", "context", "event", "per-thread"] {
+        let step = format!("rounds 30 --kernel-us 2000 --library --wait {wait}");
+        assert_eq!(actor.tell(&step), "rounds 30");
     }
+    // Who waits for another stream has not waited for these.
+    assert_eq!(
+        actor.tell("rounds 7 --kernel-us 2000 --wait other"),
+        "rounds 7"
+    );
     let step = "launch --via graph --nodes 3 --rate 50/s --for 200ms";
     assert!(actor.tell(step).starts_with("launched"));
     wait_for("all launches", || {
@@ -199,16 +204,16 @@ fn launches_are_counted_named_and_timed() {
         };
         // A graph is one launch, and the last one is waited for.
         let (graphs, waits) = counted("graph@0x");
-        counted("") == (125 + graphs, 126) && graphs >= 5 && waits == 1
+        counted("") == (132 + graphs, 126) && graphs >= 5 && waits == 1
     });
     let found = stop(&bed, &target);
     assert_eq!(found.kernels.len(), 3, "{found:#?}");
     let named = kernel(&found, "spin_for");
     assert_eq!(named.symbol.as_deref(), Some("spin_for"));
-    assert_eq!((named.launches, waits_of(named)), (120, 120));
+    assert_eq!((named.launches, waits_of(named)), (127, 120));
     assert!(waited(named) > 60, "{named:?}");
     // One for each that has one before it.
-    assert_eq!(named.gaps.iter().sum::<u64>(), 120);
+    assert_eq!(named.gaps.iter().sum::<u64>(), 127);
     let usual = named.usual_usec.expect("enough of them");
     assert!((2000.0..200_000.0).contains(&usual), "{usual}");
     let bare = found
@@ -225,7 +230,7 @@ fn launches_are_counted_named_and_timed() {
     assert!(!has_breakpoint(pid));
     wait_for("end of maps", || loaded(&bed) == before);
     assert_eq!(actor.tell("rounds 3 --kernel-us 100"), "rounds 3");
-    assert_eq!(kernel(&report(&bed, &target), "spin_for").launches, 120);
+    assert_eq!(kernel(&report(&bed, &target), "spin_for").launches, 127);
     assert_eq!(actor.finish(), Some(0));
 }
 

@@ -438,6 +438,30 @@ impl Cuda {
         }
     }
 
+    /// `cuLaunchKernel` on the thread's own stream, with one argument of eight bytes.
+    pub fn launch_per_thread(&self, kernel: Kernel, argument: &mut u64) -> Result<(), TenantError> {
+        let mut pointer: *mut c_void = std::ptr::from_mut(argument).cast();
+        call!(self, cuLaunchKernel_ptsz(
+            kernel.0 => *mut c_void,
+            1 => c_uint, 1 => c_uint, 1 => c_uint,
+            1 => c_uint, 1 => c_uint, 1 => c_uint,
+            0 => c_uint,
+            std::ptr::null_mut() => *mut c_void,
+            &raw mut pointer => *mut *mut c_void,
+            std::ptr::null_mut() => *mut *mut c_void,
+        ))
+    }
+
+    /// Waits for the thread's own stream.
+    pub fn synchronize_per_thread(&self) -> Result<(), TenantError> {
+        call!(self, cuStreamSynchronize_ptsz(std::ptr::null_mut() => *mut c_void))
+    }
+
+    /// Waits for the default stream, which is another one than where kernels are launched.
+    pub fn synchronize_default(&self) -> Result<(), TenantError> {
+        call!(self, cuStreamSynchronize(std::ptr::null_mut() => *mut c_void))
+    }
+
     /// Waits for the context.
     pub fn synchronize_context(&self) -> Result<(), TenantError> {
         call!(self, cuCtxSynchronize())

@@ -391,8 +391,13 @@ impl Tenant {
         let event = cuda.event()?;
         let mut length = [kernel_us.saturating_mul(1000)];
         for _ in 0..rounds {
-            launcher.launch(kernel, &mut length)?;
             match wait {
+                WaitVia::PerThread => cuda.launch_per_thread(kernel, &mut length[0])?,
+                _ => launcher.launch(kernel, &mut length)?,
+            }
+            match wait {
+                WaitVia::PerThread => cuda.synchronize_per_thread()?,
+                WaitVia::Other => cuda.synchronize_default()?,
                 WaitVia::Stream => cuda.synchronize()?,
                 WaitVia::Context => cuda.synchronize_context()?,
                 WaitVia::Event => {

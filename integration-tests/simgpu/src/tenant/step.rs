@@ -102,6 +102,10 @@ pub enum WaitVia {
     Context,
     /// `cuEventRecord` and `cuEventSynchronize`.
     Event,
+    /// `cuStreamSynchronize_ptsz`, after a launch on the thread's own stream.
+    PerThread,
+    /// `cuStreamSynchronize` on another stream: not at all.
+    Other,
 }
 
 /// One step.
