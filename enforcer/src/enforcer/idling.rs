@@ -10,6 +10,7 @@ use crate::{
     control::{Finding, Verdict, leaks::Target},
     doctor,
     idle::Watched,
+    kernel,
 };
 
 impl Watched for Enforcer {
@@ -89,6 +90,10 @@ impl Enforcer {
     pub(super) fn idle_finding(&self) -> Finding {
         let detail = if cfg!(not(target_arch = "x86_64")) {
             "follows stacks, and tells what calls wait for, on x86-64 only".to_owned()
+        } else if let Some((major, minor)) = kernel::idle::too_old() {
+            format!(
+                "off: looks need Linux 5.18 or later, and this is {major}.{minor}: they are likely to be refused"
+            )
         } else {
             match self.idle.running() {
                 0 => "off: no program is on the context switches of this host; `gpuquotactl idle` turns it on"

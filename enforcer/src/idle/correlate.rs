@@ -220,10 +220,9 @@ impl Correlator {
         self.settle();
     }
 
-    /// Up to when the use of all GPUs is known; `None` if there are none or of one nothing is known.
+    /// Up to when the use of all GPUs is known of which anything is; `None` if there is none.
     pub fn known_ns(&self) -> Option<u64> {
-        let known: Option<Vec<u64>> = self.gpus.values().map(Gpu::known_ns).collect();
-        known?.into_iter().min()
+        self.gpus.values().filter_map(Gpu::known_ns).min()
     }
 
     /// Keeps time on stacks until it is known how idle the GPU was.
@@ -448,6 +447,18 @@ mod tests {
         );
         let stacks: Vec<(u32, u32, f64)> = all.stacks().collect();
         assert_eq!(stacks, [(2, 9, ns(150 * MS))]);
+    }
+
+    #[test]
+    fn a_gpu_of_which_nothing_is_told_holds_up_nothing() {
+        let mut all = looking();
+        all.uses(3, 1);
+        all.change((1, 1), at(0), Some(State::Io), Some((9, 1.0)));
+        all.advance(at(100));
+        all.told(0, at(100), &[]);
+        assert_eq!(all.known_ns(), Some(at(100)));
+        let stacks: Vec<(u32, u32, f64)> = all.stacks().collect();
+        assert_eq!(stacks, [(1, 9, ns(100 * MS))]);
     }
 
     #[test]

@@ -58,9 +58,11 @@ const AFTERMATH: Duration = Duration::from_secs(5);
 /// Moments that are taken at once.
 const MOST_MOMENTS: usize = 1 << 16;
 /// Stacks of walked addresses whose number is remembered.
-const MOST_WALKS: usize = 1 << 16;
+const MOST_WALKS: usize = 1 << 14;
 /// Names of threads that are remembered.
 const MOST_NAMES: usize = 1 << 14;
+/// Bytes of names on the stacks that are told apart. Tenants choose the names, and a bus carries no more at once.
+const MOST_NAME_BYTES: usize = 16 << 20;
 /// Stacks that are told.
 const MOST_TOLD: usize = 1000;
 /// Number of the stack that stands for those beyond [`MOST_STACKS`].
@@ -126,7 +128,9 @@ struct Shared {
 #[derive(Default)]
 struct Known {
     correlator: Correlator,
-    stacks: Vec<StackInfo>,
+    stacks: Vec<Arc<StackInfo>>,
+    /// Bytes of names on them.
+    name_bytes: usize,
     processes: Vec<Seen>,
     /// Processes whose threads are to be looked up; true if what is known of them is doubtful.
     look_up: Vec<(u32, bool)>,
@@ -144,6 +148,14 @@ struct StackInfo {
     state: State,
     frames: Vec<Frame>,
     cut: bool,
+}
+
+impl StackInfo {
+    fn name_bytes(&self) -> usize {
+        let of_frame =
+            |frame: &Frame| frame.file.len() + frame.function.as_ref().map_or(0, String::len);
+        self.thread.len() + self.frames.iter().map(of_frame).sum::<usize>()
+    }
 }
 
 /// A process that was met.
@@ -357,7 +369,7 @@ impl Known {
             cut: true,
         };
         Self {
-            stacks: vec![others],
+            stacks: vec![Arc::new(others)],
             no_samples,
             ..Self::default()
         }
@@ -469,10 +481,12 @@ impl Known {
     }
 
     /// The place of a stack among those that are told apart.
-    fn number(&mut self, stack: StackInfo) -> u32 {
-        if self.stacks.len() >= MOST_STACKS {
+    fn number(&mut self, stack: Arc<StackInfo>) -> u32 {
+        let bytes = self.name_bytes + stack.name_bytes();
+        if self.stacks.len() >= MOST_STACKS || bytes > MOST_NAME_BYTES {
             return OTHERS;
         }
+        self.name_bytes = bytes;
         self.stacks.push(stack);
         u32::try_from(self.stacks.len() - 1).unwrap_or(OTHERS)
     }
@@ -599,7 +613,7 @@ struct Reader {
     spaces: HashMap<u32, AddressSpace>,
     binaries: Binaries,
     walks: HashMap<WalkKey, u32>,
-    stacks: HashMap<(u32, StackInfo), u32>,
+    stacks: HashMap<(u32, Arc<StackInfo>), u32>,
     names: HashMap<u32, String>,
     frozen_to: u64,
 }
@@ -769,11 +783,11 @@ impl Reader {
 
     /// The number of a stack among those that are told apart.
     fn number(&mut self, pid: u32, info: StackInfo) -> u32 {
-        let key = (pid, info);
+        let key = (pid, Arc::new(info));
         if let Some(number) = self.stacks.get(&key) {
             return *number;
         }
-        let number = lock(&self.shared.known).number(key.1.clone());
+        let number = lock(&self.shared.known).number(Arc::clone(&key.1));
         if number != OTHERS {
             self.stacks.insert(key, number);
         }
@@ -818,4 +832,56 @@ fn split(item: &[u8]) -> Option<(Moment, &[u8])> {
     let moment = unsafe { moment.as_ptr().cast::<Moment>().read_unaligned() };
     let length = usize::try_from(moment.stack_len).ok()?.min(stack.len());
     Some((moment, &stack[..length]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stack(name: String) -> Arc<StackInfo> {
+        Arc::new(StackInfo {
+            thread: "main".to_owned(),
+            state: State::Io,
+            frames: vec![Frame {
+                function: Some(name),
+                file: String::new(),
+                address: 0,
+            }],
+            cut: false,
+        })
+    }
+
+    #[test]
+    fn stacks_and_their_names_are_bounded() {
+        let mut known = Known::new(None);
+        assert_eq!(known.number(stack("a".to_owned())), 1);
+        // What is too long is not told apart, and what is short still is.
+        assert_eq!(known.number(stack("x".repeat(MOST_NAME_BYTES))), OTHERS);
+        assert_eq!(known.number(stack("b".to_owned())), 2);
+        for number in 0..2 * MOST_STACKS {
+            known.number(stack(number.to_string()));
+        }
+        assert_eq!(known.stacks.len(), MOST_STACKS);
+        assert!(known.name_bytes <= MOST_NAME_BYTES);
+    }
+
+    #[test]
+    fn what_the_ring_has_is_taken_apart() {
+        assert_eq!(split(&[0; 63]), None);
+        let mut item = vec![0; size_of::<Moment>() + 1024];
+        item[8] = 7;
+        // The length of the stack: more than there is.
+        item[56..64].copy_from_slice(&u64::MAX.to_le_bytes());
+        let (moment, stack) = split(&item).expect("long enough");
+        assert_eq!((moment.tgid, stack.len()), (7, 1024));
+    }
+
+    #[test]
+    fn threads_of_this_process_are_seen() {
+        let found = threads(std::process::id());
+        assert!(
+            found.iter().any(|(_, letter, _)| *letter == 'R'),
+            "{found:?}"
+        );
+    }
 }

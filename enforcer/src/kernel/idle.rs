@@ -16,7 +16,9 @@ use aya::{
 };
 use gpuquota_common::idle::counter;
 
-use super::{KernelError, is_missing, map_error, offsets, program, program_error, take};
+use super::{
+    KernelError, is_missing, map_error, offsets, program, program_error, take, uprobe_multi,
+};
 
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/gpuquota-idle"));
 
@@ -27,6 +29,16 @@ pub const TICKS: u32 = 49;
 
 const SWITCH: &str = "sched_switch";
 const TICK: &str = "tick";
+
+/// The first kernel whose `sched_switch` tells the state of the thread that goes.
+const OLDEST: (u32, u32) = (5, 18);
+
+/// The version of the running kernel, if its context switches tell too little.
+pub fn too_old() -> Option<(u32, u32)> {
+    uprobe_multi::release()
+        .ok()
+        .filter(|release| *release < OLDEST)
+}
 
 /// Attached programs and their maps.
 pub struct IdleKernel {

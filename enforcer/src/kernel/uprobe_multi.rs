@@ -228,7 +228,8 @@ unsafe fn bpf(command: bpf_cmd, attr: &mut bpf_attr) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-fn release() -> io::Result<(u32, u32)> {
+/// Version of the running kernel.
+pub(super) fn release() -> io::Result<(u32, u32)> {
     parse_release(&fs::read_to_string("/proc/sys/kernel/osrelease")?)
         .ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
