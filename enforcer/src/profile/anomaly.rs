@@ -14,7 +14,7 @@ const SECOND_NS: u64 = 1_000_000_000;
 pub const LEAST_NS: f64 = 1e6;
 /// An episode ends once so many durations in a row, and nothing else for so long, were usual.
 const CALM_COUNT: u32 = 20;
-/// See [`CALM_COUNT`].
+/// See `CALM_COUNT`.
 pub const CALM: Duration = Duration::from_secs(10);
 const CALM_NS: u64 = CALM.as_secs() * SECOND_NS;
 
