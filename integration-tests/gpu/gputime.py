@@ -38,10 +38,11 @@ def show(values):
     return " : ".join(f"{value:.1f}" for value in values)
 
 
-def shares(test, workers, lines, seconds, wanted=None, within=1.0, within_window=2.0, groups=None, key=None):
-    """Lets workers compete, and compares their shares with `wanted` (percent). Returns steps per second of each."""
+def shares(test, workers, lines, seconds, wanted=None, within=1.0, within_window=2.0, groups=None, key=None, skip=0):
+    """Lets workers compete, and compares their shares with `wanted` (percent), but for so many seconds at the start. Returns steps per
+    second of each."""
     answers = together(workers, *lines)
-    found = windows(answers, seconds)
+    found = windows(answers, skip + seconds)[skip:]
     for w, counts in enumerate(found):
         for who, count in enumerate(counts):
             sample(f"{test}/{who}", w, count)
@@ -58,7 +59,7 @@ def shares(test, workers, lines, seconds, wanted=None, within=1.0, within_window
     return [count / seconds for count in total]
 
 
-# A process that has left the GPU alone for three seconds lends its share; NVML tells so with a delay.
+# A process that has left the GPU alone for three seconds lends its share; NVML tells so with a delay of up to a second.
 FORGOTTEN = 5
 # What the victim does in its first moments is not counted: both sides of the comparison begin.
 SETTLED_MS = 600
@@ -191,11 +192,14 @@ class Run:
         (second,) = self.all("a2")
         shares("two processes in one tenant count as one", [a, second, b], [line] * 3, length,
                (50, 50), groups=((0, 1), (2,)), key="share/two-in-one")
-        for name, weight in zip("abcde", (10, 15, 20, 25, 30)):
+        self.workers.pop("a2").close()
+        weights = (10, 15, 20, 25, 30)
+        for name, weight in zip("abcde", weights):
             self.set(name, f"time.weight={weight}")
-        time.sleep(FORGOTTEN)
-        shares("five tenants 10:15:20:25:30, in the first one a forgotten process too", [a, b, c, d, e], [line] * 5, length,
-               (10, 15, 20, 25, 30), key="share/five")
+        shares("five tenants 10:15:20:25:30", [a, b, c, d, e], [line] * 5, length, weights, key="share/five")
+        self.all("a2")
+        shares("the same, the first one with a forgotten process too", [a, b, c, d, e], [self.spin(FORGOTTEN + length + 1.5)] * 5, length,
+               weights, key="share/forgotten", skip=FORGOTTEN)
         for name in ("a2", "c", "d", "e"):
             self.workers.pop(name).close()
 

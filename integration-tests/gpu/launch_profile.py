@@ -166,7 +166,8 @@ def in_turns(host, what, unit, ask, most):
 
 def steps(host):
     """What a step costs with and without: a mean over so many seconds, since probes come and go."""
-    length = quick(2, 8)
+    # The cost of beginning is spread over it.
+    length = quick(6, 8)
     for kind, what, most in (
         ("resnet50", "ResNet-50 training step, batch 32", 1.01),
         ("decode", "eager decoding step of short kernels", 1.02),
