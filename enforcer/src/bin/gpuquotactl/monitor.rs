@@ -9,7 +9,7 @@ use crate::{
     error::Error,
     faults, launches,
     output::{Screen, Style, clean, counted, print, size},
-    profile::span_usec,
+    profile,
 };
 
 #[derive(Serialize)]
@@ -77,6 +77,10 @@ fn is_about(notice: &Notice, name: &str) -> bool {
     }
 }
 
+#[expect(
+    clippy::too_many_lines,
+    reason = "one arm for each kind of notice, with its fields"
+)]
 fn describe(notice: &Notice) -> (Style, String) {
     match notice {
         Notice::Denied {
@@ -162,20 +166,7 @@ fn describe(notice: &Notice) -> (Style, String) {
         Notice::Throttled { .. } | Notice::LaunchDenied { .. } | Notice::Storm { .. } => {
             launches::describe(notice)
         }
-        Notice::Anomaly {
-            tenant,
-            pid,
-            kernel,
-            duration_usec,
-            usual_usec,
-        } => {
-            let text = format!(
-                "anomaly   {tenant}: process {pid} waited {} for {kernel}, usual are {}",
-                span_usec(*duration_usec),
-                span_usec(*usual_usec)
-            );
-            (Style::Warn, text)
-        }
+        Notice::Anomaly { .. } => profile::describe(notice),
         Notice::PolicyLoaded(loaded) => {
             let text = format!(
                 "policy    {} in force: {}, {}",

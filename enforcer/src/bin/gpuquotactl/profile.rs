@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use gpuquota_enforcer::{
     client::Client,
     control::{
+        Notice,
         leaks::Target,
         profile::{ProfileKernel, ProfileProcess, ProfileReport},
     },
@@ -123,6 +124,28 @@ fn text(report: &ProfileReport, screen: Screen) -> String {
     text
 }
 
+/// A line of `monitor`.
+pub fn describe(notice: &Notice) -> (Style, String) {
+    match notice {
+        Notice::Anomaly {
+            tenant,
+            pid,
+            kernel,
+            duration_usec,
+            usual_usec,
+        } => {
+            let text = format!(
+                "anomaly   {tenant}: process {pid} waited {} for {kernel}, usual are {}",
+                span_usec(*duration_usec),
+                span_usec(*usual_usec)
+            );
+            (Style::Warn, text)
+        }
+        // Others have their lines where all notices are.
+        other => (Style::Plain, format!("{other:?}")),
+    }
+}
+
 /// What the probes cost, where most.
 fn cost(processes: &[ProfileProcess]) -> String {
     let Some(most) = processes.iter().max_by(|a, b| a.cost.total_cmp(&b.cost)) else {
@@ -234,7 +257,7 @@ fn nanos(usec: f64) -> u64 {
 }
 
 /// A time of microseconds, for people.
-pub(crate) fn span_usec(usec: u64) -> String {
+fn span_usec(usec: u64) -> String {
     span(usec.saturating_mul(1000))
 }
 
