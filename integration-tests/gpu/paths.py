@@ -1,5 +1,7 @@
 """Every way to allocate, filled past a budget: what is charged, what is refused, what NVML says. See README.md in this folder."""
 
+import time
+
 import record
 from bed import Bed, GIB, MIB, cuda_worker, nvml_bytes
 from record import claim
@@ -11,6 +13,8 @@ BLOCK = 64
 DEVICE = ("cuMemAlloc", "cuMemAllocPitch", "cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemCreate", "graph memory node")
 # Pinned memory of the host is no memory of the GPU; managed memory may be on either side.
 HOST = ("cuMemHostAlloc", "cuMemHostRegister")
+# Ranges of managed memory are looked for this often and a bit.
+SEEN_WITHIN = 5
 
 
 def bed_of(*lines):
@@ -40,12 +44,32 @@ def device():
 
 
 def managed():
-    for setting, code in (("charge", OUT_OF_MEMORY), ("deny", OUT_OF_MEMORY), ("ignore", 0)):
-        host = bed_of(f'memory.managed = "{setting}"')
-        answer, before, after, charged, _ = filled(host, "cuMemAllocManaged", 2 * 1024 if setting == "ignore" else 3 * 1024)
-        wanted = {"charge": charged > 0 and after["memory_peak"] <= LIMIT, "deny": answer["mib"] == 0, "ignore": charged < 64 * MIB}[setting]
-        claim(f'cuMemAllocManaged, memory.managed = "{setting}"', wanted and (answer["code"] != 0) == (code != 0),
-              f"{answer['mib']} MiB, error {answer['code']}; charged {charged // MIB} MiB", key=f"path/managed/{setting}")
+    """Nothing refuses managed memory: it is charged when the daemon sees the range, and answered by memory.on-breach."""
+    for setting, on_breach in (("charge", "notify"), ("deny", "kill"), ("ignore", "kill")):
+        host = bed_of(f'memory.managed = "{setting}"', f'memory.on-breach = "{on_breach}"')
+        worker = cuda_worker(host, "t")
+        worker.tell("context")
+        before = host.usage("t")
+        answer = worker.tell(f"fill cuMemAllocManaged {BLOCK} {3 * 1024}")
+        end = time.monotonic() + SEEN_WITHIN
+        ended = lambda: worker.process.poll() is not None
+        seen = {
+            "charge": lambda after: after["memory"]["managed"] == answer["mib"] * MIB and after["breaches"] > 0,
+            "deny": lambda _: ended(),
+            "ignore": lambda _: False,
+        }[setting]
+        after = host.usage("t")
+        while not seen(after) and time.monotonic() < end:
+            time.sleep(0.1)
+            after = host.usage("t")
+        took = SEEN_WITHIN - (end - time.monotonic())
+        charged = (after["memory_used"] - before["memory_used"]) // MIB
+        holds = seen(after) if setting != "ignore" else charged < 64 and not ended()
+        claim(f'cuMemAllocManaged, memory.managed = "{setting}": ' + {
+            "charge": "charged as it is mapped, above memory.max a breach", "deny": "the process is ended", "ignore": "not charged"}[setting],
+            holds, f"{answer['mib']} MiB mapped, {charged} MiB charged, {after['breaches']} breaches, the process "
+            f"{'was ended' if ended() else 'goes on'}; after {took:.1f} s", key=f"path/managed/{setting}", took=took)
+        worker.close()
         host.close()
 
 
