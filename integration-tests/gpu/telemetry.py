@@ -62,7 +62,7 @@ def energy():
     if not board:
         skip("energy of tenants", "NVML does not count the energy of this board")
     else:
-        together(workers, f"matmul 4096 {quick(5, 20)}")
+        together(workers, f"matmul 4096 {quick(15, 40)}")
         time.sleep(2)
         board_after, parts_after = scrape_after_a_look(port)
         used = board_after - board

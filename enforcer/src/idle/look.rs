@@ -316,7 +316,7 @@ impl Shared {
                     energy_mj,
                     board,
                 };
-                let missed = told.missed();
+                let missed = told.is_silent();
                 let uses: Vec<Use> = busy
                     .iter()
                     .map(|busy| Use {

@@ -23,6 +23,8 @@ pub const LINGER: Duration = Duration::from_secs(1);
 const IDLE_AFTER: Duration = Duration::from_secs(3);
 /// Part of the time from which on a board is at work.
 const BOARD_BUSY: f64 = 0.02;
+/// NVML tells of one process about every 200 ms, so that many an answer is empty. Longer than this it is silent.
+const LONGEST_GAP: Duration = Duration::from_secs(1);
 /// What a switch from one process to another takes on an H200.
 const SWITCH: Duration = Duration::from_micros(200);
 /// Longest moment for which a tenant that starved runs.
@@ -126,9 +128,9 @@ pub struct Told<'a> {
 }
 
 impl Told<'_> {
-    /// Whether the board was at work and NVML says of nobody that it was. Seen on an H200 of processes that are frozen in
-    /// between, for seconds; then nothing is known of who was idle.
-    pub fn missed(&self) -> bool {
+    /// Whether the board was at work and NVML says of nobody that it was. Measured on an H200: for as long as the only process at
+    /// work is frozen in between, NVML tells nothing of it, while what it tells of the board is right.
+    pub fn is_silent(&self) -> bool {
         self.board.is_some_and(|part| part >= BOARD_BUSY)
             && self.busy.iter().all(|busy| busy.busy_us == 0)
     }
@@ -160,6 +162,8 @@ pub struct Gpu {
     held: BTreeMap<u32, BTreeSet<Reason>>,
     /// Up to where the use is known, microseconds since 1970.
     known_us: u64,
+    /// When NVML last told of somebody, or of an idle board, microseconds since 1970.
+    heard_us: u64,
     /// The latest moment up to which use was missed, microseconds since 1970.
     missed_us: u64,
 }
@@ -352,8 +356,14 @@ impl Gpu {
     ///
     /// Returns whether slices have to be divided anew.
     pub fn used(&mut self, context: &Context<'_>, told: &Told<'_>, now: Duration) -> bool {
-        let Told { known_us, busy, .. } = *told;
+        let known_us = told.known_us;
         let from_us = self.known_us;
+        if !told.is_silent() || from_us == 0 {
+            self.heard_us = known_us;
+        }
+        let missed = self.missed(from_us, known_us);
+        let guess = self.only_user(told, known_us.saturating_sub(missed));
+        let busy = guess.as_ref().map_or(told.busy, std::slice::from_ref);
         let tenants: BTreeMap<u32, u32> = self
             .members
             .iter()
@@ -375,18 +385,14 @@ impl Gpu {
             return false;
         }
         self.known_us = known_us;
-        let missed = told.missed();
-        if missed {
-            self.missed_us = known_us;
-        }
         if from_us == 0 {
             return false;
         }
-        if missed {
+        if missed > 0 {
+            self.missed_us = known_us;
             // Time of which nothing is known is not idle time.
-            let span = Duration::from_micros(known_us - from_us);
             for at in self.worked.values_mut() {
-                *at = (*at + span).min(now);
+                *at = (*at + Duration::from_micros(missed)).min(now);
             }
         }
         self.measure(context, now);
@@ -396,8 +402,41 @@ impl Gpu {
             self.spend(context, span, busy, counter_mj, &tenants);
         }
         let lending = self.find_idle(now);
-        // Nor does it say whether somebody waits.
-        (!missed && self.target(context, now)) || lending
+        // Silence does not say whether somebody waits.
+        (!told.is_silent() && self.target(context, now)) || lending
+    }
+
+    /// How much of the time since the last answer, and before it if that was not counted yet, nothing is known of; microseconds.
+    fn missed(&self, from_us: u64, known_us: u64) -> u64 {
+        let silent = known_us.saturating_sub(self.heard_us);
+        let before = from_us.saturating_sub(self.heard_us);
+        let gap = micros(LONGEST_GAP);
+        match (silent > gap, before > gap) {
+            (false, _) => 0,
+            (true, false) => silent,
+            (true, true) => silent - before,
+        }
+    }
+
+    /// Of time of which NVML tells nothing by process: where one process alone can have worked, what the board did is its use.
+    fn only_user(&self, told: &Told<'_>, from_us: u64) -> Option<Busy> {
+        if from_us >= told.known_us {
+            return None;
+        }
+        let mut awake = self
+            .members
+            .iter()
+            .filter(|member| !self.idle.contains(&member.tgid));
+        let (only, None) = (awake.next()?, awake.next()) else {
+            return None;
+        };
+        let span = Duration::from_micros(told.known_us - from_us);
+        Some(Busy {
+            tgid: only.tgid,
+            from_us,
+            to_us: told.known_us,
+            busy_us: micros(span.mul_f64(told.board?.clamp(0.0, 1.0))),
+        })
     }
 
     /// Divides the energy of a span by GPU time.

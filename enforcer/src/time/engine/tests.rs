@@ -563,6 +563,48 @@ fn a_latency_target_is_held_while_nothing_is_told_of_processes() {
 }
 
 #[test]
+fn what_the_board_does_is_the_use_of_the_only_process_that_nvml_tells_nothing_of() {
+    let (mut engine, mut model) = engine(&[rule(100), rule(100)], &[(10, 0), (11, 1)]);
+    let told = |engine: &Engine| -> f64 {
+        let account = engine.gpu(0).and_then(|gpu| gpu.account(0));
+        account.map_or(0.0, |account| account.meter.total().as_secs_f64())
+    };
+    // The other one is idle, and known to be.
+    model.idle.insert(11);
+    let span = Duration::from_secs(5);
+    live(&mut engine, &mut model, span, Duration::ZERO, true);
+    let before = told(&engine);
+    assert!((before - 5.0).abs() < 0.3, "{before}");
+    // The model's board is at work half of the time.
+    model.mute = true;
+    live(&mut engine, &mut model, 2 * span, Duration::ZERO, true);
+    let used = told(&engine) - before;
+    assert!((used - 5.0).abs() < 0.3, "{used}");
+    // Of two nobody knows whose it was.
+    model.mute = false;
+    model.idle.clear();
+    live(&mut engine, &mut model, span, Duration::ZERO, true);
+    let before = told(&engine);
+    model.mute = true;
+    live(&mut engine, &mut model, span, Duration::ZERO, true);
+    assert!(told(&engine) - before < 0.3);
+}
+
+#[test]
+fn empty_answers_between_others_do_not_keep_a_forgotten_process_from_being_seen() {
+    let (mut engine, mut model) = engine(&[rule(100), rule(100)], &[(10, 0), (11, 0), (12, 1)]);
+    model.idle.insert(11);
+    let turn = Duration::from_millis(300);
+    for _ in 0..7 {
+        for mute in [false, true] {
+            model.mute = mute;
+            live(&mut engine, &mut model, turn, Duration::ZERO, true);
+        }
+    }
+    assert_eq!(model.slices[&10], 5000);
+}
+
+#[test]
 fn a_ceiling_holds_while_nothing_is_told_of_processes() {
     let capped = Rule {
         max: Some(0.25),
