@@ -10,14 +10,11 @@ use zbus::{Connection, DBusError, connection::Builder, fdo};
 use super::{
     Control, Notice,
     access::Access,
-    idle_watch::IdleWatch,
     insight::Insight,
-    leak_finder::LeakFinder,
+    looks::{IdleWatch, LeakFinder, Looks, Profiler},
     manager::{Manager, Shared, emit_notices},
     objects::Objects,
-    peer,
-    profiler::Profiler,
-    wire,
+    peer, wire,
 };
 use crate::config::Bus;
 
@@ -117,15 +114,7 @@ async fn connect(bus: &Bus, shared: &Arc<Shared>) -> Result<(Connection, Objects
             polkit: *bus == Bus::System,
         },
     };
-    let leaks = LeakFinder {
-        shared: shared.clone(),
-        access: manager.access,
-    };
-    let profiler = Profiler {
-        shared: shared.clone(),
-        access: manager.access,
-    };
-    let idle = IdleWatch {
+    let looks = Looks {
         shared: shared.clone(),
         access: manager.access,
     };
@@ -140,9 +129,9 @@ async fn connect(bus: &Bus, shared: &Arc<Shared>) -> Result<(Connection, Objects
         let connection = builder
             .serve_at(wire::PATH, manager)?
             .serve_at(wire::PATH, insight)?
-            .serve_at(wire::PATH, leaks)?
-            .serve_at(wire::PATH, profiler)?
-            .serve_at(wire::PATH, idle)?
+            .serve_at(wire::PATH, LeakFinder(looks.clone()))?
+            .serve_at(wire::PATH, Profiler(looks.clone()))?
+            .serve_at(wire::PATH, IdleWatch(looks))?
             .name(wire::NAME)?
             .allow_name_replacements(false)
             .replace_existing_names(false)

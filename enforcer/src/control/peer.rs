@@ -25,11 +25,9 @@ use zbus::{Guid, connection::Builder};
 
 use super::{
     access::Access,
-    idle_watch::IdleWatch,
     insight::Insight,
-    leak_finder::LeakFinder,
+    looks::{IdleWatch, LeakFinder, Looks, Profiler},
     manager::{Manager, Shared, emit_notices},
-    profiler::Profiler,
     transport::Transport,
     wire,
 };
@@ -226,15 +224,7 @@ async fn serve_client(stream: UnixStream, uid: u32, shared: &Arc<Shared>, guid: 
         shared: shared.clone(),
         access: Access::Uid(uid),
     };
-    let leaks = LeakFinder {
-        shared: shared.clone(),
-        access: manager.access,
-    };
-    let profiler = Profiler {
-        shared: shared.clone(),
-        access: manager.access,
-    };
-    let idle = IdleWatch {
+    let looks = Looks {
         shared: shared.clone(),
         access: manager.access,
     };
@@ -244,9 +234,9 @@ async fn serve_client(stream: UnixStream, uid: u32, shared: &Arc<Shared>, guid: 
             .p2p()
             .serve_at(wire::PATH, manager)?
             .serve_at(wire::PATH, insight)?
-            .serve_at(wire::PATH, leaks)?
-            .serve_at(wire::PATH, profiler)?
-            .serve_at(wire::PATH, idle)?
+            .serve_at(wire::PATH, LeakFinder(looks.clone()))?
+            .serve_at(wire::PATH, Profiler(looks.clone()))?
+            .serve_at(wire::PATH, IdleWatch(looks))?
             .build()
             .await
     };

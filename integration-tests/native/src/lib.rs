@@ -7,6 +7,8 @@
     reason = "a bed that cannot do what a test asks ends the test, with the reason"
 )]
 
+pub mod look;
+
 use std::{
     fs,
     io::{BufRead as _, BufReader, Write as _},

@@ -1,15 +1,7 @@
 //! What threads do while their GPU is idle, on an unmodified program: each way to leave it idle is named, with the function
 //! that does, and nothing is left on the host when nobody looks.
 
-use std::{
-    collections::BTreeSet,
-    fs,
-    path::PathBuf,
-    process::{Command, Stdio},
-    sync::OnceLock,
-    thread,
-    time::{Duration, Instant},
-};
+use std::{fs, path::PathBuf, process::Stdio, sync::OnceLock, thread, time::Duration};
 
 use gpuquota_enforcer::{
     control::{
@@ -18,36 +10,18 @@ use gpuquota_enforcer::{
     },
     idle::State,
 };
-use gpuquota_native_tests::{Actor, Bed, PATIENCE, binary};
+use gpuquota_native_tests::{
+    Actor, Bed,
+    look::{self, LONG, loaded, wait_for},
+};
 
 const POLICY: &str = "[tenant.a]\ncgroup = \"@/a.slice\"\n\
     [tenant.b]\ncgroup = \"@/b.slice\"\nlaunch.max = \"20/s\"\nlaunch.burst = 1\nlaunch.pace = \"signal\"\n";
-const LONG: Duration = Duration::from_mins(10);
 
 /// The client: optimized, and without frame pointers, as programs are shipped.
 fn stalling() -> PathBuf {
     static COMPILED: OnceLock<PathBuf> = OnceLock::new();
-    let path = COMPILED.get_or_init(|| {
-        let out = binary(&format!("stalling-{}", std::process::id()));
-        let compiled = Command::new(std::env::var_os("RUSTC").unwrap_or("rustc".into()))
-            .args([
-                "--edition",
-                "2024",
-                "-O",
-                "-C",
-                "force-frame-pointers=no",
-                "-o",
-            ])
-            .arg(&out)
-            .arg(concat!(
-                env!("CARGO_MANIFEST_DIR"),
-                "/tests/data/stalling.rs"
-            ))
-            .status()
-            .expect("rustc");
-        assert!(compiled.success());
-        out
-    });
+    let path = COMPILED.get_or_init(|| look::compiled("stalling"));
     path.clone()
 }
 
@@ -58,28 +32,6 @@ fn client(bed: &Bed, tenant: &str) -> Actor {
     let mut actor = Actor::start(command);
     assert_eq!(actor.tell("ready"), "did ready");
     actor
-}
-
-/// Maps and programs that the daemon has, by the kernel's numbers.
-fn loaded(bed: &Bed) -> BTreeSet<String> {
-    fs::read_dir(format!("/proc/{}/fdinfo", bed.daemon_pid()))
-        .expect("the daemon runs")
-        .filter_map(|entry| fs::read_to_string(entry.ok()?.path()).ok())
-        .flat_map(|text| {
-            text.lines()
-                .filter(|line| line.starts_with("map_id") || line.starts_with("prog_id"))
-                .map(str::to_owned)
-                .collect::<Vec<_>>()
-        })
-        .collect()
-}
-
-fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !condition() {
-        assert!(Instant::now() < end, "no {what}");
-        thread::sleep(Duration::from_millis(5));
-    }
 }
 
 fn start(bed: &Bed, target: &Target) {

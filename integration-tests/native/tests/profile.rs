@@ -2,11 +2,8 @@
 //! more than they may, and nothing is left in the process when nobody looks.
 
 use std::{
-    collections::BTreeSet,
-    fs,
     io::{Read as _, Write as _},
     net::TcpStream,
-    os::unix::fs::FileExt as _,
     process::{Child, Stdio},
     thread,
     time::{Duration, Instant},
@@ -17,13 +14,14 @@ use gpuquota_enforcer::{
         leaks::Target,
         profile::{ProfileKernel, ProfileReport},
     },
-    launch::symbols,
     profile::calls::CALLS,
 };
-use gpuquota_native_tests::{Actor, Bed, PATIENCE};
+use gpuquota_native_tests::{
+    Actor, Bed,
+    look::{self, LONG, loaded, wait_for},
+};
 
 const POLICY: &str = "[tenant.a]\ncgroup = \"@/a.slice\"\n[tenant.b]\ncgroup = \"@/b.slice\"\n";
-const LONG: Duration = Duration::from_mins(10);
 
 /// A workload in a tenant, with a context.
 fn workload(bed: &Bed, tenant: &str) -> Actor {
@@ -32,57 +30,8 @@ fn workload(bed: &Bed, tenant: &str) -> Actor {
     actor
 }
 
-/// The instruction at the entry of a function in a library of a process.
-fn instruction(pid: u32, function: &str) -> u8 {
-    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).expect("a process");
-    let hex = |text: &str| u64::from_str_radix(text, 16).expect("hexadecimal");
-    for line in maps.lines().filter(|line| line.contains(" r-xp ")) {
-        let fields: Vec<&str> = line.split_whitespace().collect();
-        let file = fields.get(5).and_then(|path| fs::File::open(path).ok());
-        let found = file.and_then(|file| symbols::find_listed(&file, CALLS).ok());
-        let found = found.unwrap_or_default();
-        let Some((symbol, _)) = found.iter().find(|(symbol, _)| symbol.name == function) else {
-            continue;
-        };
-        let (from, to) = fields[0].split_once('-').expect("a range");
-        let mapped = hex(fields[2])..hex(fields[2]) + (hex(to) - hex(from));
-        if mapped.contains(&symbol.entry) {
-            let mut byte = [0];
-            fs::File::open(format!("/proc/{pid}/mem"))
-                .and_then(|memory| {
-                    memory.read_exact_at(&mut byte, hex(from) + symbol.entry - mapped.start)
-                })
-                .expect("readable");
-            return byte[0];
-        }
-    }
-    panic!("process {pid} has no {function}")
-}
-
 fn has_breakpoint(pid: u32) -> bool {
-    instruction(pid, "cuLaunchKernel") == 0xcc
-}
-
-/// Maps and programs that the daemon has, by the kernel's numbers.
-fn loaded(bed: &Bed) -> BTreeSet<String> {
-    fs::read_dir(format!("/proc/{}/fdinfo", bed.daemon_pid()))
-        .expect("the daemon runs")
-        .filter_map(|entry| fs::read_to_string(entry.ok()?.path()).ok())
-        .flat_map(|text| {
-            text.lines()
-                .filter(|line| line.starts_with("map_id") || line.starts_with("prog_id"))
-                .map(str::to_owned)
-                .collect::<Vec<_>>()
-        })
-        .collect()
-}
-
-fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !condition() {
-        assert!(Instant::now() < end, "no {what}");
-        thread::sleep(Duration::from_millis(5));
-    }
+    look::has_breakpoint(pid, "cuLaunchKernel", CALLS)
 }
 
 fn start(bed: &Bed, target: &Target) {
