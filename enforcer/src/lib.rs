@@ -14,6 +14,7 @@ pub mod driver;
 pub mod ending;
 pub mod enforcer;
 pub mod faults;
+pub mod heap;
 pub mod high;
 pub mod history;
 pub mod idle;

@@ -13,7 +13,7 @@ use gpuquota_enforcer::{
     config::{Bus, Config, ConfigError},
     control::{self, Control as _},
     enforcer::{Enforcer, EnforcerError, Enrolment},
-    journal,
+    heap, journal,
     kernel::{PinDir, launch::Record},
     launch, metrics,
     notify::listener::ListenerSocket,
@@ -53,6 +53,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
+    heap::share_arenas();
     let arguments = Arguments::parse();
     start_logging();
     match run(arguments) {

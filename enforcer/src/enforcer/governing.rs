@@ -10,10 +10,10 @@ use gpuquota_common::{
     claim,
     map::{MAX_TENANTS, NO_TENANT, Object, ObjectKey, TenantRow, host_place, on_max, row},
 };
-use gpuquota_policy::Policy;
+use gpuquota_policy::Loaded;
 use tracing::{info, warn};
 
-use super::{Enforcer, EnforcerError, InForce};
+use super::{Enforcer, EnforcerError, InForce, policy};
 use crate::{
     control::Notice,
     journal,
@@ -48,16 +48,16 @@ pub(super) fn restore_seating(kernel: &Kernel) -> Result<Seating, KernelError> {
 }
 
 impl Enforcer {
-    /// Puts a checked policy into force and returns its generation.
+    /// Puts a checked policy into force and returns its generation, and what there is to say of it.
     ///
     /// The new rows and limits are written into the bank that no program reads; one store of the generation
     /// then makes all of them count at once.
     pub(super) fn govern(
         &self,
-        policy: Policy,
-        warnings: Vec<String>,
+        loaded: Loaded,
         asked: Instant,
-    ) -> Result<u64, EnforcerError> {
+    ) -> Result<(u64, Vec<String>), EnforcerError> {
+        let policy = loaded.policy;
         let (seating, generation) = {
             let now = self.read();
             (now.seating.clone(), now.generation)
@@ -71,13 +71,14 @@ impl Enforcer {
             .update_settings(|settings| settings.generation = next)?;
         self.reserve(&plan)?;
         self.loads.enforced_after(asked.elapsed());
+        let warnings = policy::warnings(&policy, &loaded.warnings, &self.host, self.choice);
         let reseated = plan.seating != seating || self.read().policy.tenants.is_empty();
         {
             let mut now = self.write();
             now.policy = Arc::new(policy);
             now.seating = plan.seating;
             now.generation = next;
-            now.warnings = warnings;
+            now.warnings.clone_from(&warnings);
             now.by_path.clear();
         }
         // Where nobody's place has changed, nobody's charge has.
@@ -86,7 +87,7 @@ impl Enforcer {
         }
         self.launches.put_in_force(launches)?;
         self.tell_time_rules();
-        Ok(next)
+        Ok((next, warnings))
     }
 
     fn write_bank(&self, generation: u64, plan: &Plan) -> Result<(), KernelError> {

@@ -6,7 +6,8 @@ use std::{
 };
 
 use gpuquota_policy::{
-    GpuSelector, Host, Layer, Loaded, OnMemoryMax, Policy, Source, dropin, property::Property,
+    Diagnostic, GpuSelector, Host, Layer, Loaded, OnMemoryMax, Policy, Source, dropin,
+    property::Property,
 };
 use tracing::info;
 
@@ -173,16 +174,8 @@ impl Enforcer {
 
     /// `asked`: when this was ordered.
     fn put_in_force(&self, loaded: Loaded, asked: Instant) -> Result<PolicyLoaded, EnforcerError> {
-        let mut warnings: Vec<String> = loaded
-            .warnings
-            .iter()
-            .map(|warning| warning.render().trim_end().to_owned())
-            .collect();
-        warnings.extend(without_effect(&loaded.policy, &self.host, self.choice));
-        warnings.extend(crate::launch::limits::without_effect(&loaded.policy));
-        warnings.extend(crate::profile::without_effect(&loaded.policy));
         let tenants = u32::try_from(loaded.policy.tenants.len()).unwrap_or(u32::MAX);
-        let generation = self.govern(loaded.policy, warnings.clone(), asked)?;
+        let (generation, warnings) = self.govern(loaded, asked)?;
         self.follow_profiles();
         let outcome = PolicyLoaded {
             generation,
@@ -199,6 +192,23 @@ impl Enforcer {
         self.notify(Notice::PolicyLoaded(outcome.clone()));
         Ok(outcome)
     }
+}
+
+/// What an admin has to know of a policy that is in force.
+pub(super) fn warnings(
+    policy: &Policy,
+    warnings: &[Diagnostic],
+    host: &Host,
+    choice: Choice,
+) -> Vec<String> {
+    let mut all: Vec<String> = warnings
+        .iter()
+        .map(|warning| warning.render().trim_end().to_owned())
+        .collect();
+    all.extend(without_effect(policy, host, choice));
+    all.extend(crate::launch::limits::without_effect(policy));
+    all.extend(crate::profile::without_effect(policy));
+    all
 }
 
 /// What a policy asks for and this version of the daemon does not do. An admin must not believe that it holds.
