@@ -14,6 +14,7 @@ use gpuquota_enforcer::{
 use crate::{
     args::IdleArgs,
     error::Error,
+    look,
     output::{self, Align, Screen, Style, Table, clean},
 };
 
@@ -27,7 +28,12 @@ const PROCESSES: usize = 16;
 /// Looks for so long, or until interrupted, and shows what was found; without a target, what looks there are.
 pub async fn idle(client: &Client, arguments: &IdleArgs) -> Result<(), Error> {
     let Some(target) = &arguments.target else {
-        return list(client, arguments.json).await;
+        let targets = client.idle_targets().await?;
+        return look::list(
+            &targets,
+            arguments.json,
+            "no threads are followed; `gpuquotactl idle TENANT` or PID begins to\n",
+        );
     };
     let target = Target::parse(target);
     let report = if arguments.so_far {
@@ -36,17 +42,13 @@ pub async fn idle(client: &Client, arguments: &IdleArgs) -> Result<(), Error> {
         client.stop_idle(&target).await?
     } else {
         client.start_idle(&target, arguments.duration).await?;
-        if !arguments.json {
-            eprintln!(
-                "following the threads of {target} for {:.0} s; interrupt to end now",
-                arguments.duration.as_secs_f64()
-            );
-        }
-        tokio::select! {
-            () = tokio::time::sleep(arguments.duration) => {}
-            // Nothing to tell apart: without a handler the signal would have ended this program.
-            _ = tokio::signal::ctrl_c() => {}
-        }
+        look::wait(
+            "following the threads",
+            &target,
+            arguments.duration,
+            arguments.json,
+        )
+        .await;
         client.stop_idle(&target).await?
     };
     if let Some(file) = &arguments.folded {
@@ -60,24 +62,6 @@ pub async fn idle(client: &Client, arguments: &IdleArgs) -> Result<(), Error> {
     } else {
         output::print(&text(&report, Screen::stdout()))
     }
-}
-
-async fn list(client: &Client, json: bool) -> Result<(), Error> {
-    let targets = client.idle_targets().await?;
-    if json {
-        return output::print_json(&targets);
-    }
-    if targets.is_empty() {
-        return output::print(
-            "no threads are followed; `gpuquotactl idle TENANT` or PID begins to\n",
-        );
-    }
-    let mut lines = String::new();
-    for target in &targets {
-        // Writing to a string cannot fail, here and below.
-        let _ = writeln!(lines, "{}", clean(&target.to_string()));
-    }
-    output::print(&lines)
 }
 
 fn text(report: &IdleReport, screen: Screen) -> String {

@@ -11,6 +11,7 @@ use gpuquota_enforcer::{
 use crate::{
     args::LeaksArgs,
     error::Error,
+    look,
     output::{self, Align, Screen, Style, Table, clean, counted, size},
 };
 
@@ -22,7 +23,12 @@ const FRAMES: usize = 24;
 /// Looks for so long, or until interrupted, and shows what was found; without a target, what looks there are.
 pub async fn leaks(client: &Client, arguments: &LeaksArgs) -> Result<(), Error> {
     let Some(target) = &arguments.target else {
-        return list(client, arguments.json).await;
+        let targets = client.leak_targets().await?;
+        return look::list(
+            &targets,
+            arguments.json,
+            "no allocations are followed; `gpuquotactl leaks TENANT` or PID begins to\n",
+        );
     };
     let target = Target::parse(target);
     let report = if arguments.so_far {
@@ -31,17 +37,13 @@ pub async fn leaks(client: &Client, arguments: &LeaksArgs) -> Result<(), Error> 
         client.stop_leaks(&target).await?
     } else {
         client.start_leaks(&target, arguments.duration).await?;
-        if !arguments.json {
-            eprintln!(
-                "following the allocations of {target} for {:.0} s; interrupt to end now",
-                arguments.duration.as_secs_f64()
-            );
-        }
-        tokio::select! {
-            () = tokio::time::sleep(arguments.duration) => {}
-            // Nothing to tell apart: without a handler the signal would have ended this program.
-            _ = tokio::signal::ctrl_c() => {}
-        }
+        look::wait(
+            "following the allocations",
+            &target,
+            arguments.duration,
+            arguments.json,
+        )
+        .await;
         client.stop_leaks(&target).await?
     };
     if let Some(file) = &arguments.pprof {
@@ -55,24 +57,6 @@ pub async fn leaks(client: &Client, arguments: &LeaksArgs) -> Result<(), Error> 
     } else {
         output::print(&text(&report, Screen::stdout()))
     }
-}
-
-async fn list(client: &Client, json: bool) -> Result<(), Error> {
-    let targets = client.leak_targets().await?;
-    if json {
-        return output::print_json(&targets);
-    }
-    if targets.is_empty() {
-        return output::print(
-            "no allocations are followed; `gpuquotactl leaks TENANT` or PID begins to\n",
-        );
-    }
-    let mut lines = String::new();
-    for target in &targets {
-        // Writing to a string cannot fail, here and below.
-        let _ = writeln!(lines, "{}", clean(&target.to_string()));
-    }
-    output::print(&lines)
 }
 
 fn write(path: &Path, bytes: &[u8]) -> Result<(), Error> {

@@ -10,6 +10,7 @@ mod idle;
 mod kubernetes;
 mod launches;
 mod leaks;
+mod look;
 mod monitor;
 mod output;
 mod policy;

@@ -15,6 +15,7 @@ use gpuquota_enforcer::{
 use crate::{
     args::ProfileArgs,
     error::Error,
+    look,
     output::{self, Align, Screen, Style, Table, clean, counted},
 };
 
@@ -26,7 +27,12 @@ const NAME: usize = 60;
 /// Looks for so long, or until interrupted, and shows what was found; without a target, what looks there are.
 pub async fn profile(client: &Client, arguments: &ProfileArgs) -> Result<(), Error> {
     let Some(target) = &arguments.target else {
-        return list(client, arguments.json).await;
+        let targets = client.profile_targets().await?;
+        return look::list(
+            &targets,
+            arguments.json,
+            "no launches are profiled; `gpuquotactl profile TENANT` or PID begins to\n",
+        );
     };
     let target = Target::parse(target);
     let report = if arguments.so_far {
@@ -35,17 +41,13 @@ pub async fn profile(client: &Client, arguments: &ProfileArgs) -> Result<(), Err
         client.stop_profile(&target).await?
     } else {
         client.start_profile(&target, arguments.duration).await?;
-        if !arguments.json {
-            eprintln!(
-                "profiling the launches of {target} for {:.0} s; interrupt to end now",
-                arguments.duration.as_secs_f64()
-            );
-        }
-        tokio::select! {
-            () = tokio::time::sleep(arguments.duration) => {}
-            // Nothing to tell apart: without a handler the signal would have ended this program.
-            _ = tokio::signal::ctrl_c() => {}
-        }
+        look::wait(
+            "profiling the launches",
+            &target,
+            arguments.duration,
+            arguments.json,
+        )
+        .await;
         client.stop_profile(&target).await?
     };
     if arguments.json {
@@ -53,24 +55,6 @@ pub async fn profile(client: &Client, arguments: &ProfileArgs) -> Result<(), Err
     } else {
         output::print(&text(&report, Screen::stdout()))
     }
-}
-
-async fn list(client: &Client, json: bool) -> Result<(), Error> {
-    let targets = client.profile_targets().await?;
-    if json {
-        return output::print_json(&targets);
-    }
-    if targets.is_empty() {
-        return output::print(
-            "no launches are profiled; `gpuquotactl profile TENANT` or PID begins to\n",
-        );
-    }
-    let mut lines = String::new();
-    for target in &targets {
-        // Writing to a string cannot fail, here and below.
-        let _ = writeln!(lines, "{}", clean(&target.to_string()));
-    }
-    output::print(&lines)
 }
 
 fn text(report: &ProfileReport, screen: Screen) -> String {
