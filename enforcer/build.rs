@@ -71,7 +71,10 @@ fn cargo(rustc: &OsString, arch: &str) -> Command {
     command
         .env("RUSTC", rustc)
         // Opens the unstable features that these crates use: inline assembly and atomic intrinsics.
-        .env("RUSTC_BOOTSTRAP", "aya_ebpf,gpuquota_ebpf,gpuquota_profile")
+        .env(
+            "RUSTC_BOOTSTRAP",
+            "aya_ebpf,gpuquota_ebpf,gpuquota_profile,gpuquota_idle",
+        )
         .env(
             "CARGO_ENCODED_RUSTFLAGS",
             flags.join(&SEPARATOR.to_string()),

@@ -21,7 +21,7 @@ check() { # NAME COMMAND...
 ebpf_clippy() {
     local flags
     flags=$(printf '%s\x1f' "--cfg=bpf_target_arch=\"$(uname -m)\"" -Ctarget-cpu=v3)-Dwarnings
-    RUSTC=/usr/bin/rustc RUSTC_WORKSPACE_WRAPPER=/usr/bin/clippy-driver RUSTC_BOOTSTRAP=aya_ebpf,gpuquota_ebpf,gpuquota_profile \
+    RUSTC=/usr/bin/rustc RUSTC_WORKSPACE_WRAPPER=/usr/bin/clippy-driver RUSTC_BOOTSTRAP=aya_ebpf,gpuquota_ebpf,gpuquota_profile,gpuquota_idle \
         CARGO_ENCODED_RUSTFLAGS=$flags \
         cargo check --quiet -p gpuquota-ebpf --bins --release --target bpfel-unknown-none --target-dir target/ebpf-lint
 }

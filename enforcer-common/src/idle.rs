@@ -75,8 +75,9 @@ pub struct Pace {
 
 /// A thread that goes off its CPU more often than this has only some of its stacks copied.
 pub const STACK_EVERY_NS: u64 = 5_000_000;
-/// The longest span that goes into [`Pace::mean_ns`].
-pub const LONGEST_PACE_NS: u64 = 1 << 30;
+/// The longest span that goes into [`Pace::mean_ns`]: a thread that blocks often does so as often after it was not followed
+/// for a while.
+pub const LONGEST_PACE_NS: u64 = 2 * STACK_EVERY_NS;
 
 impl Pace {
     /// A thread of which nothing is known yet.
@@ -167,6 +168,12 @@ mod tests {
             pace = pace.next(now);
         }
         assert_eq!(pace.one_of(), 1, "{pace:?}");
+        // Having been out of sight is no reason to copy every stack.
+        let mut busy = Pace::begin(0);
+        for at in 1..200 {
+            busy = busy.next(at * 50_000);
+        }
+        assert!(busy.next(1 << 40).one_of() >= 3, "{busy:?}");
         // A clock that stands still and one that jumps are both possible.
         assert!(pace.next(0).next(u64::MAX).mean_ns < u64::MAX / 4);
     }

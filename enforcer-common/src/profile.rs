@@ -32,12 +32,47 @@ pub mod kind {
     /// Set where a stream that is not named is the thread's own.
     pub const PER_THREAD: u32 = 0x100;
 
+    /// Where the [`group`](super::group) of a call begins.
+    const GROUP_SHIFT: u32 = 12;
+
+    /// The kind of a call in a group.
+    pub const fn grouped(kind: u32, group: usize) -> u32 {
+        kind | (group as u32) << GROUP_SHIFT
+    }
+
+    /// The group of a call, always one that there is.
+    #[inline(always)]
+    pub const fn group(kind: u32) -> usize {
+        (kind >> GROUP_SHIFT) as usize & (super::group::COUNT - 1)
+    }
+
     /// The kind without its flags.
     #[inline(always)]
     pub const fn plain(kind: u32) -> u32 {
         kind & 0xff
     }
 }
+
+/// Probes that come and go together, and whose cost is booked together.
+pub mod group {
+    /// All that launch and wait, since a launch and its wait are seen only together.
+    pub const LAUNCHES: usize = 0;
+    /// Those that give out kernels: each call on its own, since one may be rare and another as frequent as launches.
+    pub const NAMES: [usize; 3] = [1, 2, 3];
+    /// How many there are: a power of two.
+    pub const COUNT: usize = 4;
+}
+
+/// In place of the moment since when all probes of a process's launches and waits are in place.
+pub mod since {
+    /// Some may be missing, so that nothing is known of what came before a launch.
+    pub const NOT_YET: u64 = u64::MAX - 1;
+    /// They are being taken out: launches are counted no more.
+    pub const NO_MORE: u64 = u64::MAX;
+}
+
+/// What the probes have cost a process by [`group`], nanoseconds.
+pub type Spent = [u64; group::COUNT];
 
 /// Where `CUlaunchConfig` has its stream.
 pub const CONFIG_STREAM: u64 = 32;
@@ -245,6 +280,21 @@ mod tests {
         let cookie = cookie(kind::LAUNCH | kind::PER_THREAD, 900);
         assert_eq!(kind::plain(cookie as u32), kind::LAUNCH);
         assert_eq!(cookie >> 32, 900);
+    }
+
+    #[test]
+    fn a_kind_has_a_group() {
+        let [_, _, last] = group::NAMES;
+        let grouped = kind::grouped(kind::ALIAS, last);
+        assert_eq!(
+            (kind::plain(grouped), kind::group(grouped)),
+            (kind::ALIAS, 3)
+        );
+        assert_eq!(
+            kind::group(kind::LAUNCH | kind::PER_THREAD),
+            group::LAUNCHES
+        );
+        assert!(kind::group(u32::MAX) < group::COUNT && group::COUNT.is_power_of_two());
     }
 
     #[test]

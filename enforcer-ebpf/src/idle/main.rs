@@ -5,6 +5,11 @@
 //! `sched_switch` tells the state of the thread that goes.
 #![no_std]
 #![no_main]
+#![feature(core_intrinsics)]
+#![allow(
+    internal_features,
+    reason = "atomics with a result are intrinsics on this target; see atomic.rs"
+)]
 #![allow(
     clippy::cast_possible_truncation,
     reason = "words from the kernel are taken apart by their documented widths"
@@ -14,6 +19,12 @@
     reason = "aya's macros hand every program its context by value"
 )]
 
+#[allow(
+    dead_code,
+    reason = "shared with the programs that enforce, which use all of it"
+)]
+#[path = "../atomic.rs"]
+mod atomic;
 mod maps;
 mod registers;
 mod sched_switch;

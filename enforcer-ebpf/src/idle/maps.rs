@@ -7,12 +7,17 @@ use aya_ebpf::{
 };
 use gpuquota_common::idle::{MAX_CHOSEN, MAX_PACES, Pace, counter};
 
+use crate::atomic::Word;
+
 /// `BPF_F_NO_PREALLOC`: a large bound costs nothing.
 const NO_PREALLOC: u32 = 1;
 
 /// Processes that are followed. Preallocated: every context switch of the host looks here.
 #[map]
 pub static CHOSEN: HashMap<u32, u8> = HashMap::with_max_entries(MAX_CHOSEN, 0);
+/// What following them has cost them so far, nanoseconds; those that are not followed right now keep theirs.
+#[map]
+pub static SPENT: HashMap<u32, u64> = HashMap::with_max_entries(MAX_CHOSEN, 0);
 /// How often their threads go off their CPUs, by thread.
 #[map]
 pub static PACES: HashMap<u32, Pace> = HashMap::with_max_entries(MAX_PACES, NO_PREALLOC);
@@ -28,6 +33,14 @@ pub static LOSSES: PerCpuArray<u64> = PerCpuArray::with_max_entries(counter::COU
 pub fn is_chosen(tgid: u32) -> bool {
     // SAFETY: the value is not read. Process 0 is what a CPU does when there is nothing to do.
     tgid != 0 && unsafe { CHOSEN.get(tgid) }.is_some()
+}
+
+/// Books what a program has taken of the time of a process.
+#[inline(always)]
+pub fn book(tgid: u32, since_ns: u64) {
+    if let Some(spent) = SPENT.get_ptr_mut(tgid) {
+        Word::new(spent).add(now().wrapping_sub(since_ns));
+    }
 }
 
 /// Counts something that is lost.

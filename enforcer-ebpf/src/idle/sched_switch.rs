@@ -10,7 +10,7 @@ use aya_ebpf::{
 use gpuquota_common::idle::{Moment, Pace, what};
 
 use crate::{
-    maps::{PACES, is_chosen, now},
+    maps::{PACES, book, is_chosen, now},
     registers,
     tell::{tell, tell_with_stack},
 };
@@ -62,21 +62,25 @@ pub fn sched_switch(ctx: RawTracePointContext) -> i32 {
     let task = bpf_get_current_pid_tgid();
     let process = (task >> 32) as u32;
     if is_chosen(process) {
-        goes(&ctx, process, task as u32);
+        let began = now();
+        goes(&ctx, began, process, task as u32);
+        book(process, began);
     }
     let next = ctx.arg::<u64>(argument::NEXT);
     let process = task_field!(next, OFF_TASK_TGID, u32);
     if is_chosen(process) {
+        let began = now();
         let thread = task_field!(next, OFF_TASK_PID, u32);
-        tell(moment(what::RUNS, process, thread));
+        tell(moment(began, what::RUNS, process, thread));
+        book(process, began);
     }
     0
 }
 
 #[inline(always)]
-fn moment(what: u32, process: u32, thread: u32) -> Moment {
+fn moment(at_ns: u64, what: u32, process: u32, thread: u32) -> Moment {
     Moment {
-        at_ns: now(),
+        at_ns,
         tgid: process,
         tid: thread,
         what,
@@ -91,7 +95,7 @@ fn moment(what: u32, process: u32, thread: u32) -> Moment {
 
 /// A chosen thread goes off its CPU.
 #[inline(always)]
-fn goes(ctx: &RawTracePointContext, process: u32, thread: u32) {
+fn goes(ctx: &RawTracePointContext, at_ns: u64, process: u32, thread: u32) {
     let state = ctx.arg::<u64>(argument::STATE);
     let preempted = ctx.arg::<u64>(argument::PREEMPTED) & 1 != 0;
     let what = if preempted || state as u32 == 0 {
@@ -110,7 +114,7 @@ fn goes(ctx: &RawTracePointContext, process: u32, thread: u32) {
             what::SLEEPS
         }
     };
-    let mut moment = moment(what, process, thread);
+    let mut moment = moment(at_ns, what, process, thread);
     if what == what::ENDED {
         let _ = PACES.remove(thread);
         return tell(moment);
@@ -120,13 +124,17 @@ fn goes(ctx: &RawTracePointContext, process: u32, thread: u32) {
     if what == what::QUEUED {
         return tell(moment);
     }
-    // SAFETY: the entry is of this thread, which is here and nowhere else.
-    let pace = match unsafe { PACES.get(thread) } {
-        Some(pace) => pace.next(moment.at_ns),
-        None => Pace::begin(moment.at_ns),
+    let pace = if let Some(known) = PACES.get_ptr_mut(thread) {
+        // SAFETY: the entry is of this thread, which is here and nowhere else.
+        let known = unsafe { &mut *known };
+        *known = known.next(at_ns);
+        *known
+    } else {
+        let new = Pace::begin(at_ns);
+        // Where it fails, every stack of the thread is copied.
+        let _ = PACES.insert(thread, new, 0);
+        new
     };
-    // Where it fails, every stack of the thread is copied.
-    let _ = PACES.insert(thread, pace, 0);
     let one_of = pace.one_of();
     // SAFETY: no arguments, no effects.
     if one_of > 1 && u64::from(unsafe { bpf_get_prandom_u32() }) % one_of != 0 {

@@ -4,7 +4,7 @@ use aya_ebpf::{helpers::bpf_get_current_pid_tgid, macros::perf_event, programs::
 use gpuquota_common::idle::{Moment, what};
 
 use crate::{
-    maps::{is_chosen, now},
+    maps::{book, is_chosen, now},
     registers,
     tell::tell_with_stack,
 };
@@ -17,9 +17,10 @@ pub fn tick(_ctx: PerfEventContext) -> u32 {
     if !is_chosen(tgid) {
         return 0;
     }
+    let began = now();
     let registers = registers::read();
     tell_with_stack(Moment {
-        at_ns: now(),
+        at_ns: began,
         tgid,
         tid: task as u32,
         what: what::SAMPLE,
@@ -30,5 +31,6 @@ pub fn tick(_ctx: PerfEventContext) -> u32 {
         fp: registers.fp,
         stack_len: 0,
     });
+    book(tgid, began);
     0
 }

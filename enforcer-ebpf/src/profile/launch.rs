@@ -4,7 +4,9 @@
 use aya_ebpf::{helpers::bpf_get_current_pid_tgid, macros::uprobe, programs::ProbeContext};
 use gpuquota_common::{
     launch::{GAPS, gap_index},
-    profile::{CONFIG_STREAM, GRAPH, KernelKey, Launched, Launches, OTHERS, kind, stream},
+    profile::{
+        CONFIG_STREAM, GRAPH, KernelKey, Launched, Launches, OTHERS, kind, since::NO_MORE, stream,
+    },
 };
 
 use crate::{
@@ -27,6 +29,10 @@ pub fn kernel_launch(ctx: ProbeContext) -> u32 {
     let Some(cookie) = enter(&ctx, tgid) else {
         return 0;
     };
+    let since = since(tgid);
+    if since == NO_MORE {
+        return 0;
+    }
     let what = cookie as u32;
     let argument = |at: usize| ctx.arg::<u64>(at).unwrap_or(0);
     let (handle, on) = match kind::plain(what) {
@@ -43,7 +49,7 @@ pub fn kernel_launch(ctx: ProbeContext) -> u32 {
     // SAFETY: the entry is of this thread, which is here and nowhere else.
     let before = unsafe { LAUNCHED.get(thread) }.map(|launched| launched.at_ns);
     let gap = before
-        .filter(|before| *before >= since(tgid))
+        .filter(|before| *before >= since)
         .map(|before| at_ns.wrapping_sub(before));
     let launched = Launched {
         handle,

@@ -8,7 +8,7 @@ use aya_ebpf::{
 };
 use gpuquota_common::profile::{
     Asking, EventKey, KernelKey, Launched, Launches, MAX_EVENTS, MAX_KERNELS, MAX_PROCESSES,
-    MAX_THREADS, Waiting, counter,
+    MAX_THREADS, Spent, Waiting, counter, kind, since::NO_MORE,
 };
 
 use crate::atomic::Word;
@@ -20,9 +20,9 @@ pub const NO_WAKEUP: u64 = 1;
 
 /// What the probes have cost a process, nanoseconds; a process that has no entry is not looked at.
 #[map]
-pub static SPENT: HashMap<u32, u64> = HashMap::with_max_entries(MAX_PROCESSES + 1, NO_PREALLOC);
+pub static SPENT: HashMap<u32, Spent> = HashMap::with_max_entries(MAX_PROCESSES + 1, NO_PREALLOC);
 /// Since when the probes of a process are all in place, `CLOCK_MONOTONIC` nanoseconds: what is remembered from before says
-/// nothing, since what came in between was not seen.
+/// nothing, since what came in between was not seen. See [`since`](gpuquota_common::profile::since) for other values.
 #[map]
 pub static SINCE: HashMap<u32, u64> = HashMap::with_max_entries(MAX_PROCESSES + 1, NO_PREALLOC);
 /// Launches by kernel.
@@ -66,7 +66,8 @@ pub fn enter(ctx: &impl EbpfContext, tgid: u32) -> Option<u64> {
     // SAFETY: the helper takes the context of the program (kernel 5.15).
     let cookie = unsafe { bpf_get_attach_cookie(ctx.as_ptr()) };
     let spent = SPENT.get_ptr_mut(tgid)?;
-    Word::new(spent).add(cookie >> 32);
+    // SAFETY: a part of a map value, at an index that it has.
+    Word::new(unsafe { &raw mut (*spent)[kind::group(cookie as u32)] }).add(cookie >> 32);
     Some(cookie)
 }
 
@@ -74,7 +75,7 @@ pub fn enter(ctx: &impl EbpfContext, tgid: u32) -> Option<u64> {
 #[inline(always)]
 pub fn since(tgid: u32) -> u64 {
     // SAFETY: a copy of a word.
-    unsafe { SINCE.get(tgid) }.copied().unwrap_or(u64::MAX)
+    unsafe { SINCE.get(tgid) }.copied().unwrap_or(NO_MORE)
 }
 
 /// A word of the process's memory.

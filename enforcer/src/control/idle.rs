@@ -78,7 +78,7 @@ pub struct IdleState {
 }
 
 /// A process that is or was looked at.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct IdleProcess {
     /// Its id.
     pub pid: u32,
@@ -86,6 +86,15 @@ pub struct IdleProcess {
     pub comm: String,
     /// Whether it has ended.
     pub ended: bool,
+    /// Part of its time that it has cost to be followed.
+    #[serde(default)]
+    pub cost: f64,
+    /// Part of its time that this may cost.
+    #[serde(default)]
+    pub budget: f64,
+    /// Part of the time in which its threads were followed.
+    #[serde(default)]
+    pub covered: f64,
 }
 
 /// A stack and the time that was spent on it.

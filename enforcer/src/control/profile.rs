@@ -58,9 +58,16 @@ pub struct ProfileProcess {
     pub budget: f64,
     /// Part of the time in which its launches were seen.
     pub covered: f64,
+    /// Part of the time in which kernels were seen to be given out, of the call for which that was least.
+    #[serde(default = "whole")]
+    pub names_covered: f64,
     /// Why not everything of it is followed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trouble: Option<String>,
+}
+
+const fn whole() -> f64 {
+    1.0
 }
 
 /// A kernel, or graph, of a tenant.
@@ -68,7 +75,7 @@ pub struct ProfileProcess {
 pub struct ProfileKernel {
     /// The tenant; empty for none.
     pub tenant: String,
-    /// Its name, readable; `kernel@0x…` where it was given out before the look; `graph@0x…` for a graph; `(others)` for those that are not told
+    /// Its name, readable; `kernel@0x…` where it was given out unseen, before the look or while probes were out; `graph@0x…` for a graph; `(others)` for those that are not told
     /// apart.
     pub name: String,
     /// Its name as its module has it; absent if it is not known.

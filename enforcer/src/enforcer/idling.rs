@@ -11,6 +11,7 @@ use crate::{
     doctor,
     idle::Watched,
     kernel,
+    profile::Host,
 };
 
 impl Watched for Enforcer {
@@ -72,6 +73,10 @@ impl Watched for Enforcer {
             .iter()
             .filter_map(|id| now.roots.get(id))
             .any(|(_, root)| cgroup::is_within(&path, root))
+    }
+
+    fn budget(&self, pid: u32) -> f64 {
+        Host::rules(self, pid).budget
     }
 
     fn library(&self) -> Option<PathBuf> {

@@ -25,7 +25,7 @@ const MOST_FROZEN: usize = 1024;
 /// Time of a process on a GPU, in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tally {
-    /// For which both are known.
+    /// For which both are known: without what nobody saw of the threads.
     pub wall: f64,
     /// In which the process used the GPU.
     pub used: f64,
@@ -52,6 +52,10 @@ impl Tally {
         }
         let (busy, own) = (span.busy(), span.busy_by(pid).min(span.busy()));
         let idle = wall * (1.0 - busy);
+        // Threads need not have been seen in all of the span, and the idle time may be where they were not.
+        let length = span.length().max(wall);
+        let all = length * (1.0 - busy);
+        let (fewest, greatest) = ((all - (length - wall)).max(0.0), all.min(wall));
         self.wall += wall;
         self.used += wall * own;
         self.others += wall * (busy - own);
@@ -59,8 +63,8 @@ impl Tally {
         for (at, spent) in time.iter().enumerate() {
             self.time[at] += spent;
             self.idle_in[at] += idle * spent / wall;
-            self.least[at] += (idle - (wall - spent)).max(0.0);
-            self.most[at] += idle.min(*spent);
+            self.least[at] += (fewest - (wall - spent)).max(0.0);
+            self.most[at] += greatest.min(*spent);
         }
     }
 }
@@ -112,6 +116,22 @@ impl Correlator {
     pub fn found(&mut self, (pid, tid): (u32, u32), state: State, doubtful: bool) {
         if let Some(process) = self.processes.get_mut(&pid) {
             process.line.found(tid, state, doubtful);
+        }
+    }
+
+    /// From now on nobody sees what the threads of a process do.
+    pub fn lose_sight(&mut self, pid: u32, at_ns: u64) {
+        if let Some(process) = self.processes.get_mut(&pid) {
+            let mut pieces = Vec::new();
+            process.line.lose_sight(at_ns, &mut pieces);
+            self.keep(pid, &pieces);
+        }
+    }
+
+    /// What the threads of a process do is seen again from now on, when they were found so.
+    pub fn see_again(&mut self, pid: u32, at_ns: u64, found: &[(u32, State)]) {
+        if let Some(process) = self.processes.get_mut(&pid) {
+            process.line.see_again(at_ns, found);
         }
     }
 
@@ -417,6 +437,25 @@ mod tests {
         assert_eq!(ms(&found.least, State::Io), 40.0);
         assert_eq!(ms(&found.most, State::Io), 60.0);
         assert_eq!((found.others / ns(MS)).round(), 10.0);
+    }
+
+    #[test]
+    fn bounds_know_of_what_nobody_saw() {
+        // Seen for 50 ms of 100, of which the GPU was idle for 60: for 10 to 50 ms while somebody saw.
+        let mut all = looking();
+        all.change((1, 1), at(0), Some(State::Io), None);
+        all.lose_sight(1, at(50));
+        all.advance(at(100));
+        all.told(0, at(100), &[used(1, 0, 100, 40)]);
+        let found = tally(&all, 1);
+        assert_eq!((found.wall / ns(MS)).round(), 50.0);
+        assert_eq!(ms(&found.idle_in, State::Io), 30.0);
+        assert_eq!(ms(&found.least, State::Io), 10.0);
+        assert_eq!(ms(&found.most, State::Io), 50.0);
+        all.see_again(1, at(110), &[(1, State::Lock)]);
+        all.advance(at(200));
+        all.told(0, at(200), &[]);
+        assert_eq!(ms(&tally(&all, 1).idle_in, State::Lock), 90.0);
     }
 
     #[test]

@@ -71,6 +71,9 @@ mod tests {
                 pid: 7,
                 comm: "train".to_owned(),
                 ended: false,
+                cost: 0.0,
+                budget: 0.01,
+                covered: 1.0,
             }],
             stacks: vec![
                 stack("main", false, 5),

@@ -5,7 +5,7 @@
 //! asked by a third one, for the same reason.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     fs, io,
     path::PathBuf,
     sync::{
@@ -19,7 +19,7 @@ use std::{
 
 use aya::maps::{MapData, RingBuf};
 use gpuquota_common::idle::{MAX_CHOSEN, Moment, counter, what};
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 use super::{
     correlate::{Correlator, MOST_STACKS},
@@ -40,6 +40,7 @@ use crate::{
         idle::{IdleKernel, TICKS},
     },
     launch::process::started,
+    profile::sampling::{Order, SELDOM_NS, Sampling, Spent},
     time::{
         gpu::Told,
         levers::wall_us,
@@ -78,6 +79,8 @@ pub trait Watched: Send + Sync {
     fn frozen(&self) -> Vec<(u32, u32)>;
     /// Whether a process that is stopped or frozen now is so by us.
     fn holds(&self, pid: u32) -> bool;
+    /// Part of its time that following a process may cost it.
+    fn budget(&self, pid: u32) -> f64;
     /// The NVML library, if not where the loader finds it.
     fn library(&self) -> Option<PathBuf>;
 }
@@ -134,6 +137,8 @@ struct Known {
     processes: Vec<Seen>,
     /// Processes whose threads are to be looked up; true if what is known of them is doubtful.
     look_up: Vec<(u32, bool)>,
+    /// Processes that were lost sight of, or are seen again, in the order of time.
+    turns: VecDeque<Turn>,
     troubles: BTreeMap<u32, String>,
     losses: [u64; counter::COUNT as usize],
     no_samples: Option<String>,
@@ -164,6 +169,17 @@ struct Seen {
     started: Option<u64>,
     comm: String,
     ended: bool,
+    budget: f64,
+    /// When it is followed.
+    sampling: Sampling,
+}
+
+/// A process is not followed for a while, or is again.
+struct Turn {
+    pid: u32,
+    at_ns: u64,
+    /// What its threads did then, if it is followed again.
+    found: Option<Vec<(u32, State)>>,
 }
 
 impl Look {
@@ -189,7 +205,7 @@ impl Look {
             watched: Weak::clone(watched),
             kernel,
             shared: Arc::clone(&shared),
-            chosen: BTreeSet::new(),
+            chosen: BTreeMap::new(),
         };
         // Before the first answer, so that those who ask at once are told whom it is about.
         keeper.sweep();
@@ -281,6 +297,9 @@ impl Look {
                     pid: seen.pid,
                     comm: seen.comm.clone(),
                     ended: seen.ended,
+                    cost: seen.sampling.cost(),
+                    budget: seen.budget,
+                    covered: seen.sampling.covered(),
                 })
                 .collect(),
             stacks: known.stacks(),
@@ -373,6 +392,13 @@ impl Known {
             no_samples,
             ..Self::default()
         }
+    }
+
+    /// A process that is followed.
+    fn seen(&mut self, pid: u32) -> Option<&mut Seen> {
+        self.processes
+            .iter_mut()
+            .find(|seen| seen.pid == pid && !seen.ended)
     }
 
     fn gpus(&self) -> Vec<IdleGpu> {
@@ -480,6 +506,14 @@ impl Known {
         }
     }
 
+    /// A process is not followed for a while, or is again.
+    fn turn(&mut self, turn: &Turn) {
+        match &turn.found {
+            None => self.correlator.lose_sight(turn.pid, turn.at_ns),
+            Some(found) => self.correlator.see_again(turn.pid, turn.at_ns, found),
+        }
+    }
+
     /// The place of a stack among those that are told apart.
     fn number(&mut self, stack: Arc<StackInfo>) -> u32 {
         let bytes = self.name_bytes + stack.name_bytes();
@@ -498,20 +532,28 @@ struct Keeper {
     watched: Weak<dyn Watched>,
     kernel: IdleKernel,
     shared: Arc<Shared>,
-    chosen: BTreeSet<u32>,
+    /// Processes that are followed, with pauses, and when to look at what that has cost them.
+    chosen: BTreeMap<u32, Instant>,
 }
 
 impl Keeper {
     fn run(mut self, end: Instant, stopped: &mpsc::Receiver<()>) {
         info!(target = %self.target, "threads are followed");
+        let mut next_sweep = Instant::now() + SWEEP;
         loop {
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero()
-                || stopped.recv_timeout(left.min(SWEEP)) != Err(mpsc::RecvTimeoutError::Timeout)
-            {
+            let due = self.chosen.values().copied().fold(next_sweep, Instant::min);
+            let now = Instant::now();
+            let left = due.min(end).saturating_duration_since(now);
+            let over =
+                now >= end || stopped.recv_timeout(left) != Err(mpsc::RecvTimeoutError::Timeout);
+            if over {
                 break;
             }
-            self.sweep();
+            self.look_at_costs();
+            if Instant::now() >= next_sweep {
+                self.sweep();
+                next_sweep = Instant::now() + SWEEP;
+            }
         }
         self.note_losses();
         let (target, shared) = (self.target.clone(), Arc::clone(&self.shared));
@@ -548,8 +590,15 @@ impl Keeper {
             }
         }
         for pid in there {
-            if !self.chosen.contains(&pid) {
-                self.meet(pid);
+            if self.chosen.contains_key(&pid) {
+                let budget = watched.budget(pid);
+                let mut known = lock(&self.shared.known);
+                if let Some(seen) = known.seen(pid) {
+                    seen.budget = budget;
+                    seen.sampling.set_budget(budget);
+                }
+            } else {
+                self.meet(pid, watched.budget(pid));
             }
         }
         let gpus = {
@@ -564,7 +613,7 @@ impl Keeper {
     }
 
     /// Follows a process from now on.
-    fn meet(&mut self, pid: u32) {
+    fn meet(&mut self, pid: u32, budget: f64) {
         let Some(since) = started(pid) else {
             return;
         };
@@ -574,19 +623,87 @@ impl Keeper {
             known.left_out.insert(pid);
             return;
         }
-        known.correlator.meet(pid, monotonic_ns());
+        let now = monotonic_ns();
+        let mut sampling = Sampling::new(budget);
+        sampling.came(now, Spent::default());
+        let next = Duration::from_nanos(sampling.next_ns());
+        known.correlator.meet(pid, now);
         known.processes.push(Seen {
             pid,
             started: Some(since),
             comm: doctor::comm(pid),
             ended: false,
+            budget,
+            sampling,
         });
         drop(known);
-        if let Err(error) = self.kernel.choose(pid) {
+        let admitted = self.kernel.admit(pid);
+        if let Err(error) = admitted.and_then(|()| self.kernel.choose(pid)) {
             warn!(pid, %error, "is not followed");
         }
-        self.chosen.insert(pid);
+        self.chosen.insert(pid, Instant::now() + next);
         lock(&self.shared.known).look_up.push((pid, false));
+    }
+
+    /// Sees to it that processes are followed no more than they have time for.
+    fn look_at_costs(&mut self) {
+        let now = Instant::now();
+        let due: Vec<u32> = self
+            .chosen
+            .iter()
+            .filter(|(_, due)| **due <= now)
+            .map(|(pid, _)| *pid)
+            .collect();
+        for pid in due {
+            let next = self.look_at_cost(pid).unwrap_or(SELDOM_NS);
+            self.chosen
+                .insert(pid, Instant::now() + Duration::from_nanos(next));
+        }
+    }
+
+    /// Looks at what following a process has cost it; returns when to look again, nanoseconds from now.
+    fn look_at_cost(&mut self, pid: u32) -> Option<u64> {
+        let spent = |kernel: &IdleKernel| {
+            kernel.spent(pid).map(|hits| Spent {
+                hits,
+                ..Spent::default()
+            })
+        };
+        let mut before = spent(&self.kernel).ok()?;
+        let order = lock(&self.shared.known)
+            .seen(pid)?
+            .sampling
+            .look(monotonic_ns(), before);
+        let changed = match order {
+            Order::Stay => Ok(()),
+            Order::Out => self.kernel.pause(pid),
+            Order::In => self.kernel.choose(pid),
+        };
+        if let Err(error) = changed {
+            warn!(pid, %error, "is followed as it was");
+        }
+        // What threads do is looked up once nothing of what they do next is missed. These are files of the kernel's.
+        let found = (order == Order::In).then(|| found_threads(pid));
+        if order == Order::Out {
+            before = spent(&self.kernel).unwrap_or(before);
+        }
+        let now = monotonic_ns();
+        let mut known = lock(&self.shared.known);
+        let sampling = &mut known.seen(pid)?.sampling;
+        match order {
+            Order::Stay => {}
+            Order::Out => sampling.left(now, before),
+            Order::In => sampling.came(now, before),
+        }
+        let next = sampling.next_ns();
+        if order != Order::Stay {
+            known.turns.push_back(Turn {
+                pid,
+                at_ns: now,
+                found,
+            });
+        }
+        Some(next)
     }
 
     fn note_losses(&self) {
@@ -595,7 +712,7 @@ impl Keeper {
         };
         let mut known = lock(&self.shared.known);
         if losses[counter::LOST as usize] > known.losses[counter::LOST as usize] {
-            let all: Vec<(u32, bool)> = self.chosen.iter().map(|pid| (*pid, true)).collect();
+            let all: Vec<(u32, bool)> = self.chosen.keys().map(|pid| (*pid, true)).collect();
             known.look_up = all;
         }
         known.losses = losses;
@@ -626,6 +743,7 @@ enum News {
 
 impl Reader {
     fn run(mut self) {
+        work_in_the_background();
         let period = 1_000_000_000 / u64::from(TICKS);
         loop {
             let detached = self.shared.detached_ns.load(Ordering::Acquire);
@@ -635,7 +753,12 @@ impl Reader {
                 then => then,
             };
             self.look_up();
+            let turns = std::mem::take(&mut lock(&self.shared.known).turns);
+            let mut turns: VecDeque<Turn> =
+                turns.into_iter().map(|turn| self.named(turn)).collect();
             let news = self.drain();
+            // Whether there may be moments before the last turns that were not taken yet.
+            let is_behind = news.len() >= MOST_MOMENTS;
             let frozen = self
                 .watched
                 .upgrade()
@@ -643,6 +766,9 @@ impl Reader {
                 .unwrap_or_default();
             let mut known = lock(&self.shared.known);
             for (moment, news) in news {
+                while let Some(turn) = turns.pop_front_if(|turn| turn.at_ns <= moment.at_ns) {
+                    known.turn(&turn);
+                }
                 let (pid, tid) = (moment.tgid, moment.tid);
                 match news {
                     News::Change(state, stack) => {
@@ -653,6 +779,15 @@ impl Reader {
                     News::Sample(stack) => {
                         known.correlator.sampled(pid, moment.at_ns, stack, period);
                     }
+                }
+            }
+            if is_behind {
+                for turn in turns.into_iter().rev() {
+                    known.turns.push_front(turn);
+                }
+            } else {
+                for turn in turns {
+                    known.turn(&turn);
                 }
             }
             for (gpu, pid) in frozen {
@@ -683,15 +818,26 @@ impl Reader {
     fn look_up(&mut self) {
         let due = std::mem::take(&mut lock(&self.shared.known).look_up);
         for (pid, doubtful) in due {
-            let found: Vec<(u32, State)> = threads(pid)
+            let found: Vec<(u32, State)> = found_threads(pid)
                 .into_iter()
-                .filter_map(|(tid, letter, syscall)| Some((tid, state::of_proc(letter, syscall)?)))
                 .map(|(tid, state)| (tid, self.whose(pid, state)))
                 .collect();
             let mut known = lock(&self.shared.known);
             for (tid, state) in found {
                 known.correlator.found((pid, tid), state, doubtful);
             }
+        }
+    }
+
+    /// A turn, of whose threads it is known who holds them.
+    fn named(&self, turn: Turn) -> Turn {
+        let pid = turn.pid;
+        let whose = |(tid, state)| (tid, self.whose(pid, state));
+        Turn {
+            found: turn
+                .found
+                .map(|found| found.into_iter().map(whose).collect()),
+            ..turn
         }
     }
 
@@ -806,6 +952,25 @@ impl Reader {
             })
             .clone()
     }
+}
+
+/// The current thread takes no processor from a thread that runs there: walking stacks is not urgent.
+fn work_in_the_background() {
+    let parameters = libc::sched_param { sched_priority: 0 };
+    // SAFETY: the kernel reads a structure of ours, which lives until the call returns.
+    let result = unsafe { libc::sched_setscheduler(0, libc::SCHED_BATCH, &raw const parameters) };
+    if result != 0 {
+        let error = io::Error::last_os_error();
+        debug!(%error, "stacks are walked as what runs in the foreground");
+    }
+}
+
+/// What the threads of a process do now.
+fn found_threads(pid: u32) -> Vec<(u32, State)> {
+    threads(pid)
+        .into_iter()
+        .filter_map(|(tid, letter, syscall)| Some((tid, state::of_proc(letter, syscall)?)))
+        .collect()
 }
 
 /// The threads of a process: number, letter of the state, number of the system call.

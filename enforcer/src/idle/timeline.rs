@@ -158,6 +158,9 @@ pub struct Timeline {
     elected: u64,
     clock: u64,
     ended: bool,
+    /// Whether nobody sees what its threads do, and the CPU time of those that were known before: as of when.
+    unseen: bool,
+    before: HashMap<u32, (f64, u64)>,
     grid: Grid,
     spent: Spent,
     /// Changes of threads for which there was no room.
@@ -177,6 +180,8 @@ impl Timeline {
             elected: at_ns,
             clock: at_ns,
             ended: false,
+            unseen: false,
+            before: HashMap::new(),
             grid: Grid::default(),
             spent: [0.0; State::COUNT],
             crowded: 0,
@@ -216,6 +221,10 @@ impl Timeline {
         if self.ended || to <= self.clock {
             return;
         }
+        if self.unseen {
+            self.clock = to;
+            return;
+        }
         let state = self.now();
         self.grid.add(self.clock, to, state);
         self.spent[state.index()] += ns(to - self.clock);
@@ -243,6 +252,36 @@ impl Timeline {
             Some(_) => Some(self.first),
             None => None,
         };
+    }
+
+    /// From now on nobody sees what its threads do. What they did until now on known stacks goes to `pieces`.
+    pub fn lose_sight(&mut self, at: u64, pieces: &mut Vec<Piece>) {
+        if self.ended || self.unseen {
+            return;
+        }
+        self.advance(at);
+        self.tell_all(pieces);
+        self.unseen = true;
+        self.before = self
+            .threads
+            .drain()
+            .map(|(tid, thread)| (tid, (thread.used_at(self.clock), self.clock)))
+            .collect();
+        self.lingering.clear();
+        (self.running, self.queued) = (0, 0);
+    }
+
+    /// What its threads do is seen again from now on, when they were found so. What was told of them since is newer.
+    pub fn see_again(&mut self, at: u64, found: &[(u32, State)]) {
+        if self.ended || !self.unseen {
+            return;
+        }
+        self.advance(at);
+        self.unseen = false;
+        self.elected = self.clock;
+        for (tid, state) in found {
+            self.found(*tid, *state, false);
+        }
     }
 
     /// A thread as it was found. What is known of it already is not replaced unless that is `doubtful`.
@@ -293,10 +332,12 @@ impl Timeline {
                 self.lingering.insert((at, tid));
             }
         }
-        let used = self
-            .threads
-            .get(&tid)
-            .map_or(0.0, |thread| thread.used_at(at));
+        let used = match self.threads.get(&tid) {
+            Some(thread) => thread.used_at(at),
+            None => self.before.remove(&tid).map_or(0.0, |(used, since)| {
+                used * (-ns(at.saturating_sub(since)) / ns(HALF_LIFE_NS)).exp2()
+            }),
+        };
         let thread = Thread {
             state,
             since: at,
@@ -327,7 +368,9 @@ impl Timeline {
         self.tell(tid, at.max(self.clock), pieces);
         self.take_out(tid);
         self.threads.remove(&tid);
-        self.ended |= self.threads.is_empty();
+        self.before.remove(&tid);
+        // Of those that nobody sees there may be more.
+        self.ended |= self.threads.is_empty() && !self.unseen;
         if self.leads == Some(tid) {
             self.elect();
         }
@@ -339,6 +382,7 @@ impl Timeline {
         self.tell_all(pieces);
         self.ended = true;
         self.threads.clear();
+        self.before.clear();
         self.lingering.clear();
         (self.running, self.queued, self.leads) = (0, 0, None);
     }
@@ -528,6 +572,35 @@ mod tests {
         line.advance(START + 5000 * MS);
         line.gone(2, START + 5000 * MS, &mut pieces);
         assert_eq!(pieces[0].to_ns - pieces[0].from_ns, LINGER_NS);
+    }
+
+    #[test]
+    fn what_nobody_sees_is_no_time_of_any_state() {
+        let mut line = Timeline::new(1, START);
+        changed(&mut line, 1, 0, State::Lock);
+        changed(&mut line, 2, 0, State::Running);
+        let mut pieces = Vec::new();
+        line.lose_sight(START + 100 * MS, &mut pieces);
+        // What was on a stack until then, and no longer.
+        assert!(!pieces.is_empty() && pieces.iter().all(|piece| piece.to_ns == START + 100 * MS));
+        line.advance(START + 900 * MS);
+        // A change on the way to being seen again is newer than what was found.
+        changed(&mut line, 2, 950, State::Io);
+        line.see_again(START + 1000 * MS, &[(1, State::Lock), (2, State::Running)]);
+        line.advance(START + 1200 * MS);
+        assert_eq!(spent(&line, State::Running), 100.0);
+        // The second thread has led before, and does so still.
+        assert_eq!(spent(&line, State::Io), 200.0);
+        assert_eq!(line.spent().iter().sum::<f64>(), ns(300 * MS));
+        let seen = line.spent_in(START, START + 1200 * MS, |_| false);
+        assert_eq!(seen.iter().sum::<f64>(), ns(300 * MS));
+        // What ends unseen is gone when it is looked for again.
+        line.lose_sight(START + 1200 * MS, &mut pieces);
+        line.gone(1, START + 1300 * MS, &mut pieces);
+        assert!(!line.has_ended());
+        line.see_again(START + 1400 * MS, &[(2, State::Asleep)]);
+        line.advance(START + 1500 * MS);
+        assert_eq!(spent(&line, State::Asleep), 100.0);
     }
 
     proptest! {

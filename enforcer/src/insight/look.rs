@@ -50,6 +50,8 @@ const MOST_STACKS: usize = 1 << 16;
 const MOST_PROCESSES: usize = 1024;
 /// Time between two looks at who is there.
 const SWEEP: Duration = Duration::from_secs(1);
+/// Time between two looks at what call sites hold: a look of a few seconds is enough to see what grows.
+const WEIGH: Duration = Duration::from_millis(250);
 /// The reader wakes at least so often, to see whether it is to end.
 const READER_PATIENCE: Duration = Duration::from_millis(100);
 
@@ -383,6 +385,7 @@ impl Keeper {
     fn run(&mut self) {
         info!(target = %self.target, "allocations are followed");
         let mut next_sweep = Instant::now();
+        let mut next_weighing = next_sweep;
         loop {
             let now = Instant::now();
             if now >= self.end {
@@ -392,7 +395,12 @@ impl Keeper {
                 self.sweep();
                 next_sweep = Instant::now() + SWEEP;
             }
-            let patience = next_sweep.min(self.end).saturating_duration_since(now);
+            if now >= next_weighing {
+                self.weigh();
+                next_weighing = Instant::now() + WEIGH;
+            }
+            let next = next_sweep.min(next_weighing).min(self.end);
+            let patience = next.saturating_duration_since(Instant::now());
             match self.messages.recv_timeout(patience) {
                 Ok(Message::Seen(pid)) if self.held.contains_key(&pid) => self.scan(pid),
                 Ok(Message::Seen(_)) => {
@@ -464,9 +472,13 @@ impl Keeper {
                 self.scan(pid);
             }
         }
+        self.note_losses();
+    }
+
+    /// Looks at what call sites hold.
+    fn weigh(&self) {
         let now = monotonic_ns();
         lock(&self.state).pairing.look(now);
-        self.note_losses();
     }
 
     fn note_losses(&self) {

@@ -43,6 +43,7 @@ pub fn too_old() -> Option<(u32, u32)> {
 /// Attached programs and their maps.
 pub struct IdleKernel {
     chosen: HashMap<MapData, u32, u8>,
+    spent: HashMap<MapData, u32, u64>,
     losses: PerCpuArray<MapData, u64>,
     /// Why running threads are not sampled, if they are not.
     pub no_ticks: Option<String>,
@@ -70,6 +71,7 @@ impl IdleKernel {
         let ring = take(&mut ebpf, "MOMENTS")?;
         let kernel = Self {
             chosen: take(&mut ebpf, "CHOSEN")?,
+            spent: take(&mut ebpf, "SPENT")?,
             losses: take(&mut ebpf, "LOSSES")?,
             no_ticks,
             _ebpf: ebpf,
@@ -77,15 +79,34 @@ impl IdleKernel {
         Ok((kernel, ring))
     }
 
+    /// Books from now on what following a process costs it.
+    pub fn admit(&mut self, tgid: u32) -> Result<(), KernelError> {
+        self.spent.insert(tgid, 0, 0).map_err(map_error("SPENT"))
+    }
+
+    /// Nanoseconds that following a process has cost it so far.
+    pub fn spent(&self, tgid: u32) -> Result<u64, KernelError> {
+        self.spent.get(&tgid, 0).map_err(map_error("SPENT"))
+    }
+
     /// Follows a process from now on.
     pub fn choose(&mut self, tgid: u32) -> Result<(), KernelError> {
         self.chosen.insert(tgid, 1, 0).map_err(map_error("CHOSEN"))
     }
 
-    /// Follows a process no more.
-    pub fn forget(&mut self, tgid: u32) -> Result<(), KernelError> {
+    /// Does not follow a process for a while.
+    pub fn pause(&mut self, tgid: u32) -> Result<(), KernelError> {
         match self.chosen.remove(&tgid) {
             Err(source) if !is_missing(&source) => Err(map_error("CHOSEN")(source)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Follows a process no more.
+    pub fn forget(&mut self, tgid: u32) -> Result<(), KernelError> {
+        self.pause(tgid)?;
+        match self.spent.remove(&tgid) {
+            Err(source) if !is_missing(&source) => Err(map_error("SPENT")(source)),
             _ => Ok(()),
         }
     }

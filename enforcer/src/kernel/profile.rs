@@ -9,7 +9,7 @@ use aya::{
     maps::{HashMap, MapData, PerCpuArray, RingBuf},
     programs::{ProbeKind, UProbe},
 };
-use gpuquota_common::profile::{KernelKey, Launches, counter};
+use gpuquota_common::profile::{KernelKey, Launches, Spent, counter};
 use tracing::debug;
 
 use super::{
@@ -48,6 +48,15 @@ impl ProfileProgram {
         Self::Named,
     ];
 
+    /// All of them, those at returns before those at entries.
+    pub const RETURNS_FIRST: [Self; 5] = [
+        Self::Waited,
+        Self::Named,
+        Self::Wait,
+        Self::Name,
+        Self::Launch,
+    ];
+
     const fn name(self) -> &'static str {
         match self {
             Self::Launch => "kernel_launch",
@@ -70,7 +79,7 @@ impl ProfileProgram {
 pub struct ProfileKernel {
     ebpf: Mutex<Ebpf>,
     multi: Option<Vec<(ProfileProgram, MultiProgram)>>,
-    spent: Mutex<HashMap<MapData, u32, u64>>,
+    spent: Mutex<HashMap<MapData, u32, Spent>>,
     since: Mutex<HashMap<MapData, u32, u64>>,
     kernels: Mutex<HashMap<MapData, KernelKey, Launches>>,
     losses: PerCpuArray<MapData, u64>,
@@ -143,19 +152,19 @@ impl ProfileKernel {
     /// Begins to look at a process.
     pub fn admit(&self, process: u32) -> Result<(), KernelError> {
         lock(&self.spent)
-            .insert(process, 0, 0)
+            .insert(process, Spent::default(), 0)
             .map_err(map_error("SPENT"))
     }
 
-    /// Says that all probes of a process are in place since then.
+    /// Says that all probes of its launches and waits are in place since then, or one of [`gpuquota_common::profile::since`].
     pub fn set_since(&self, process: u32, at_ns: u64) -> Result<(), KernelError> {
         lock(&self.since)
             .insert(process, at_ns, 0)
             .map_err(map_error("SINCE"))
     }
 
-    /// Nanoseconds that the probes have cost a process since it is looked at.
-    pub fn spent(&self, process: u32) -> Result<u64, KernelError> {
+    /// Nanoseconds that the probes have cost a process since it is looked at, by group.
+    pub fn spent(&self, process: u32) -> Result<Spent, KernelError> {
         lock(&self.spent)
             .get(&process, 0)
             .map_err(map_error("SPENT"))
@@ -163,10 +172,12 @@ impl ProfileKernel {
 
     /// Looks at a process no more, and forgets these kernels of it.
     pub fn dismiss(&self, process: u32, kernels: impl IntoIterator<Item = KernelKey>) {
-        for map in [&self.spent, &self.since] {
-            if let Err(error) = lock(map).remove(&process)
-                && !is_missing(&error)
-            {
+        let removed = [
+            lock(&self.spent).remove(&process),
+            lock(&self.since).remove(&process),
+        ];
+        for error in removed.into_iter().filter_map(Result::err) {
+            if !is_missing(&error) {
                 debug!(process, %error, "it is not forgotten");
             }
         }

@@ -89,6 +89,15 @@ impl Watch {
         self.count = 0;
     }
 
+    /// What was seen of the same kernel apart from this; `is_more`: what is usual is what that says.
+    pub fn join(&mut self, other: &Self, is_more: bool) {
+        let anomalies = self.anomalies + other.anomalies;
+        if is_more {
+            self.clone_from(other);
+        }
+        self.anomalies = anomalies;
+    }
+
     /// What is usual, in nanoseconds; `None` before there is enough to tell by.
     pub fn usual_ns(&self) -> Option<f64> {
         self.usual.usual().map(|usual| usual.median)

@@ -1,7 +1,8 @@
 //! What was seen of the kernels of a look, by tenant and symbol. Pure.
 //!
 //! A kernel is known by a handle in its process. Handles whose names were seen to be given out are one symbol in all
-//! processes of a tenant; a handle from before the look is a symbol of its own, and is shown as what it is.
+//! processes of a tenant; a handle that was given out unseen is a symbol of its own, and is shown as what it is. Programs that
+//! ask for a kernel each time they launch it give it its name sooner or later: then all that is in the book of it goes to that.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -27,7 +28,7 @@ pub type ProcessIndex = u32;
 pub enum Name {
     /// As its module calls it.
     Known(Arc<str>),
-    /// It was given out before the look began, or it is a graph, whose handle has [`gpuquota_common::profile::GRAPH`].
+    /// It was given out unseen, or it is a graph, whose handle has [`gpuquota_common::profile::GRAPH`].
     Handle(ProcessIndex, u64),
     /// Those for which there was no room.
     Others,
@@ -46,6 +47,18 @@ pub struct Tally {
     pub late: u64,
     /// What is usual.
     pub watch: Watch,
+}
+
+impl Tally {
+    /// Adds what was seen of the same symbol by another handle. What is usual is what most was seen of.
+    fn add(&mut self, other: &Self) {
+        let waits = |tally: &Self| tally.durations.counts().iter().sum::<u64>();
+        self.watch.join(&other.watch, waits(other) > waits(self));
+        self.launches += other.launches;
+        self.gaps.add_all(other.gaps.counts());
+        self.durations.add_all(other.durations.counts());
+        self.late += other.late;
+    }
 }
 
 /// A launch that was waited for.
@@ -92,6 +105,8 @@ type SymbolKey = (Arc<str>, Name);
 pub struct Book {
     symbols: BTreeMap<SymbolKey, Tally>,
     names: HashMap<(ProcessIndex, u64), Arc<str>>,
+    /// Handles that are others of a kernel whose own handle has no name yet.
+    aliases: HashMap<(ProcessIndex, u64), u64>,
     /// Each name once, and their bytes.
     known: HashSet<Arc<str>>,
     known_bytes: usize,
@@ -108,6 +123,7 @@ impl Book {
         if self.names.get(&key).is_some_and(|known| **known == *name) {
             return;
         }
+        self.aliases.remove(&key);
         let is_full = self.names.len() >= MOST_HANDLES && !self.names.contains_key(&key);
         let Some(name) = (!is_full).then(|| self.intern(name)).flatten() else {
             // What it was called before it is not called now.
@@ -115,7 +131,41 @@ impl Book {
             self.unnamed += 1;
             return;
         };
-        self.names.insert(key, name);
+        if self.names.insert(key, Arc::clone(&name)).is_none() {
+            self.rename(process, handle, &name);
+        }
+        let others: Vec<u64> = self
+            .aliases
+            .iter()
+            .filter(|((of, _), own)| (*of, **own) == key)
+            .map(|((_, other), _)| *other)
+            .collect();
+        for other in others {
+            self.name(process, other, &name);
+        }
+    }
+
+    /// What is in the book of a bare handle is of this name.
+    fn rename(&mut self, process: ProcessIndex, handle: u64, name: &Arc<str>) {
+        let bare = Name::Handle(process, handle);
+        let tenants: Vec<Arc<str>> = self
+            .symbols
+            .keys()
+            .filter(|(_, known)| *known == bare)
+            .map(|(tenant, _)| Arc::clone(tenant))
+            .collect();
+        for tenant in tenants {
+            let Some(found) = self.symbols.remove(&(Arc::clone(&tenant), bare.clone())) else {
+                continue;
+            };
+            let key = (tenant, Name::Known(Arc::clone(name)));
+            match self.symbols.get_mut(&key) {
+                Some(known) => known.add(&found),
+                None => {
+                    self.symbols.insert(key, found);
+                }
+            }
+        }
     }
 
     /// The one copy of a name, if there is room.
@@ -134,8 +184,13 @@ impl Book {
 
     /// A handle is another one of the same kernel.
     pub fn alias(&mut self, process: ProcessIndex, handle: u64, of: u64) {
+        let key = (process, handle);
         if let Some(name) = self.names.get(&(process, of)).cloned() {
             self.name(process, handle, &name);
+        } else if !self.names.contains_key(&key)
+            && (self.aliases.len() < MOST_HANDLES || self.aliases.contains_key(&key))
+        {
+            self.aliases.insert(key, of);
         }
     }
 
@@ -208,6 +263,7 @@ impl Book {
     /// A process has ended: its handles say nothing any more.
     pub fn end(&mut self, process: ProcessIndex) {
         self.names.retain(|(of, _), _| *of != process);
+        self.aliases.retain(|(of, _), _| *of != process);
         let mut bytes = 0;
         self.known.retain(|name| {
             let is_used = Arc::strong_count(name) > 1;
@@ -274,6 +330,37 @@ mod tests {
             ]
         );
         assert_eq!(book.crowded, 0);
+    }
+
+    #[test]
+    fn a_name_that_comes_late_has_all_that_was_seen() {
+        let mut book = Book::default();
+        for handle in [0x10, 0x11, 0x20] {
+            book.launched(0, &tenant(), handle, &launches(3));
+            book.waited(0, &tenant(), handle, wait(0, 1000), 3.0);
+        }
+        // The function of a kernel whose name was not seen, and then is.
+        book.alias(0, 0x11, 0x10);
+        assert_eq!(book.symbols().count(), 3);
+        book.name(0, 0x10, "gemm");
+        book.name(1, 0x20, "conv");
+        let found: Vec<_> = book
+            .symbols()
+            .map(|(_, name, tally)| (name.clone(), tally.launches, tally.durations.clone()))
+            .collect();
+        let mut durations = Histogram::default();
+        durations.add(1000);
+        let one = durations.clone();
+        durations.add(1000);
+        assert_eq!(
+            found,
+            [
+                (Name::Known("gemm".into()), 6, durations),
+                (Name::Handle(0, 0x20), 3, one),
+            ]
+        );
+        book.end(0);
+        assert_eq!((book.names.len(), book.aliases.len()), (1, 0));
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! copies to the host that wait by themselves (`cuMemcpyDtoH`); and programs that ask again and again whether a stream or
 //! an event is ready instead of waiting.
 
-use gpuquota_common::profile::kind;
+use gpuquota_common::profile::{group, kind};
 
 use crate::kernel::profile::ProfileProgram;
 
@@ -39,9 +39,18 @@ pub const CALLS: &[(&str, u32)] = &[
         "cuEventRecordWithFlags_ptsz",
         kind::RECORD | kind::PER_THREAD,
     ),
-    ("cuModuleGetFunction", kind::NAME),
-    ("cuLibraryGetKernel", kind::NAME),
-    ("cuKernelGetFunction", kind::ALIAS),
+    (
+        "cuModuleGetFunction",
+        kind::grouped(kind::NAME, group::NAMES[0]),
+    ),
+    (
+        "cuLibraryGetKernel",
+        kind::grouped(kind::NAME, group::NAMES[1]),
+    ),
+    (
+        "cuKernelGetFunction",
+        kind::grouped(kind::ALIAS, group::NAMES[2]),
+    ),
 ];
 
 /// Calls that every driver has: one that is missing from a libcuda is said aloud.
@@ -68,11 +77,6 @@ pub const fn programs(kind: u32) -> &'static [ProfileProgram] {
     }
 }
 
-/// Whether a call is one that is probed all the time: those that give out kernels are few, and a name comes once.
-pub const fn names(kind: u32) -> bool {
-    matches!(kind::plain(kind), kind::NAME | kind::ALIAS)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -82,6 +86,14 @@ mod tests {
     fn what_is_expected_is_looked_for() {
         for name in EXPECTED {
             assert!(CALLS.iter().any(|(known, _)| known == name), "{name}");
+        }
+    }
+
+    #[test]
+    fn every_call_that_gives_out_kernels_is_on_its_own() {
+        for group in group::NAMES {
+            let of_group = CALLS.iter().filter(|(_, kind)| kind::group(*kind) == group);
+            assert_eq!(of_group.count(), 1, "{group}");
         }
     }
 
@@ -110,7 +122,13 @@ mod tests {
                 name.contains("Launch"),
                 "{name}"
             );
-            assert_eq!(names(*kind), name.contains("Get"), "{name}");
+            let is_name = programs(*kind).contains(&ProfileProgram::Name);
+            assert_eq!(is_name, name.contains("Get"), "{name}");
+            assert_eq!(
+                is_name,
+                group::NAMES.contains(&kind::group(*kind)),
+                "{name}"
+            );
         }
     }
 }

@@ -1,7 +1,8 @@
 //! What a hit of the probes costs on this host, measured with the probes themselves on functions of the daemon's own.
 //!
 //! The breakpoint is most of it, and no counter of the kernel's has that in it. Whether the kernel emulates the instruction
-//! under a breakpoint or steps over a copy makes several microseconds, so both are measured.
+//! under a breakpoint or steps over a copy makes several microseconds, so both are measured. Programs do something else between two
+//! launches, and find the kernel's code and data in no near cache then: so does the measurement.
 
 use std::{
     fs,
@@ -18,9 +19,12 @@ use crate::kernel::{
     profile::{ProfileKernel, ProfileProgram},
 };
 
-/// Calls in one measurement, and measurements of which the middle one counts.
-const CALLS: u32 = 200;
-const ROUNDS: usize = 5;
+/// Calls in one measurement, of which the middle one counts.
+const CALLS: usize = 300;
+/// Bytes that are gone through between two calls: more than a processor has near it.
+const BETWEEN: usize = 128 << 10;
+/// Bytes in a line of a cache.
+const LINE: usize = 64;
 
 /// Nanoseconds that a hit costs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,19 +125,22 @@ fn with_probes(kernel: &ProfileKernel, own: u32) -> Result<Costs, CostError> {
     })
 }
 
-/// The middle one of some measurements of a call.
+/// The middle one of some calls.
 fn time(function: Function) -> Duration {
-    let mut rounds: Vec<Duration> = (0..ROUNDS)
+    let mut between = vec![1_u8; BETWEEN];
+    let mut calls: Vec<Duration> = (0..CALLS)
         .map(|_| {
-            let begin = Instant::now();
-            for _ in 0..CALLS {
-                black_box(function(black_box(1)));
+            for byte in between.iter_mut().step_by(LINE) {
+                *byte = byte.wrapping_add(1);
             }
-            begin.elapsed() / CALLS
+            black_box(&mut between);
+            let begin = Instant::now();
+            black_box(function(black_box(1)));
+            begin.elapsed()
         })
         .collect();
-    rounds.sort_unstable();
-    rounds[ROUNDS / 2]
+    calls.sort_unstable();
+    calls[CALLS / 2]
 }
 
 /// Where in its file the code at an address of this process is.

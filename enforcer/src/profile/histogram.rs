@@ -19,7 +19,7 @@ impl Histogram {
     }
 
     /// Adds times that are counted already.
-    pub fn add_all(&mut self, counts: &Gaps) {
+    pub fn add_all(&mut self, counts: &[u64]) {
         for (sum, count) in self.0.iter_mut().zip(counts) {
             *sum += count;
         }

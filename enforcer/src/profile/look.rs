@@ -1,8 +1,9 @@
 //! A look at the launches of processes: probes in, messages out.
 //!
 //! One thread for each look. Files of the tenant's may never answer, so whatever touches them (looking for calls, and
-//! putting probes in) is done by a thread of its own for each process, as in [`crate::launch::scan`]. Probes on calls that
-//! give out kernels stay in; the others come and go as [`super::sampling`] says.
+//! putting probes in) is done by a thread of its own for each process, as in [`crate::launch::scan`]. So is taking them out,
+//! which waits for all processors of the host. They come and go in groups ([`gpuquota_common::profile::group`]), each as
+//! [`super::sampling`] says.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -17,7 +18,8 @@ use std::{
 
 use aya::maps::{MapData, RingBuf};
 use gpuquota_common::profile::{
-    GRAPH, KernelKey, Launches, MAX_PROCESSES, Named, Waited, cookie, told,
+    GRAPH, KernelKey, Launches, MAX_PROCESSES, Named, Spent as HitsSpent, Waited, cookie, group,
+    kind, since, told,
 };
 use tracing::{debug, info, warn};
 
@@ -27,7 +29,7 @@ use super::{
     calls::{self, CALLS, EXPECTED},
     cost::{self, CostError, Costs},
     histogram::Histogram,
-    sampling::{Order, Sampling},
+    sampling::{Order, SELDOM_NS, Sampling, Spent},
 };
 use crate::{
     control::{
@@ -48,12 +50,16 @@ use crate::{
     },
 };
 
-/// Time between two looks at the messages and at what the probes have cost.
-const TICK: Duration = Duration::from_millis(20);
+/// Time between two looks at the messages, and the longest between two at what the probes have cost.
+const TICK: Duration = Duration::from_nanos(SELDOM_NS);
 /// Time between two looks at who is there and at what was launched.
 const SWEEP: Duration = Duration::from_secs(1);
 /// Characters of a name that are shown.
 const LONGEST_NAME: usize = 400;
+/// Part of the budget that the probes of one call that gives out kernels may use up.
+const NAMES_SHARE: f64 = 1.0 / 8.0;
+/// Threads that take out probes at once: the kernel's waiting is what takes long.
+const MOST_TAKING_OUT: usize = 16;
 /// Processes that have ended and are still shown.
 const MOST_ENDED: usize = 256;
 
@@ -66,11 +72,19 @@ enum Message {
     /// A process may have something to probe, or more of it.
     Seen(u32),
     /// A process was looked at.
-    Scanned(u32, Result<Found, ScanError>),
-    /// The probes of a stretch are in, or could not be put in.
-    Resumed(u32, Result<Vec<Probe>, KernelError>),
+    Scanned(u32, io::Result<Found>),
+    /// Probes of a group are in, or could not be put in.
+    Came(u32, usize, Result<Placed, KernelError>),
+    /// The probes of a group are out, which took so much of a processor's time.
+    Left(u32, usize, Duration),
     /// End.
     Stop,
+}
+
+/// Probes that were put in, and how much of a processor's time that took.
+struct Placed {
+    probes: Vec<Probe>,
+    took: Duration,
 }
 
 /// A running or finished look.
@@ -105,7 +119,8 @@ struct Seen {
     tenant: Arc<str>,
     factor: f64,
     budget: f64,
-    sampling: Sampling,
+    /// By group.
+    sampling: [Sampling; group::COUNT],
     files: Vec<String>,
     trouble: Option<String>,
     ended: bool,
@@ -256,21 +271,35 @@ pub enum LookError {
 }
 
 fn shown(seen: &Seen) -> ProfileProcess {
+    let launches = &seen.sampling[group::LAUNCHES];
     ProfileProcess {
         pid: seen.pid,
         comm: seen.comm.clone(),
         tenant: (*seen.tenant).to_owned(),
         files: seen.files.clone(),
         ended: seen.ended,
-        cost: seen.sampling.cost(),
+        cost: launches.cost(),
         budget: seen.budget,
-        covered: seen.sampling.covered(),
+        covered: launches.covered(),
+        names_covered: group::NAMES
+            .map(|group| seen.sampling[group].covered())
+            .into_iter()
+            .fold(1.0, f64::min),
         trouble: seen.trouble.clone(),
     }
 }
 
 fn counts(histogram: &Histogram) -> Vec<u64> {
     histogram.counts().to_vec()
+}
+
+/// Part of the budget that a group may use up. That of launches and waits pays for all others first.
+fn share(group: usize) -> f64 {
+    if group == group::LAUNCHES {
+        1.0
+    } else {
+        NAMES_SHARE
+    }
 }
 
 /// The name of a kernel for people. Those of templates are long.
@@ -305,7 +334,7 @@ impl State {
                 tenant: rules.tenant,
                 factor: rules.factor,
                 budget: rules.budget,
-                sampling: Sampling::new(rules.budget, monotonic_ns()),
+                sampling: std::array::from_fn(|group| Sampling::new(rules.budget * share(group))),
                 files: Vec::new(),
                 trouble: None,
                 ended: false,
@@ -343,62 +372,120 @@ impl State {
 /// A file with calls, and the places of its probes.
 struct Probed {
     file: File,
-    points: BTreeMap<ProfileProgram, Vec<(u64, u64)>>,
+    points: [Points; group::COUNT],
 }
 
+/// Places of the probes of each program, with their cookies.
+type Points = BTreeMap<ProfileProgram, Vec<(u64, u64)>>;
+
 impl Probed {
-    /// Puts in the probes that stay, or those of a stretch. Returns first: a call that is seen to begin is seen to end.
-    fn attach(&self, kernel: &Programs, pid: u32, stays: bool) -> Result<Vec<Probe>, KernelError> {
-        let programs: &[ProfileProgram] = if stays {
-            &[ProfileProgram::Named, ProfileProgram::Name]
-        } else {
-            &[
-                ProfileProgram::Waited,
-                ProfileProgram::Wait,
-                ProfileProgram::Launch,
-            ]
-        };
+    /// Puts in the probes of a group. Returns first: a call that is seen to begin is seen to end.
+    fn attach(&self, kernel: &Programs, pid: u32, group: usize) -> Result<Vec<Probe>, KernelError> {
         let path = PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd()));
         let mut probes = Vec::new();
-        for program in programs {
-            if let Some(points) = self.points.get(program) {
-                probes.extend(kernel.attach(*program, pid, &path, points)?);
+        for program in ProfileProgram::RETURNS_FIRST {
+            if let Some(points) = self.points[group].get(&program) {
+                probes.extend(kernel.attach(program, pid, &path, points)?);
             }
         }
         Ok(probes)
     }
 }
 
-/// What was found in a process, and the probes.
+/// Puts in the probes of a group in files.
+fn put_in(
+    kernel: &Programs,
+    pid: u32,
+    files: &[Arc<Probed>],
+    group: usize,
+) -> Result<Placed, KernelError> {
+    let before = thread_time();
+    let mut probes = Vec::new();
+    for file in files {
+        probes.extend(file.attach(kernel, pid, group)?);
+    }
+    Ok(Placed {
+        probes,
+        took: thread_time().saturating_sub(before),
+    })
+}
+
+/// Takes out probes, all at once: each waits for the processors of the host. Returns how much of a processor's time it took.
+fn take_out(probes: Vec<Probe>) -> Duration {
+    let mut lanes: Vec<Vec<Probe>> = Vec::new();
+    for (at, probe) in probes.into_iter().rev().enumerate() {
+        match lanes.get_mut(at % MOST_TAKING_OUT) {
+            Some(lane) => lane.push(probe),
+            None => lanes.push(vec![probe]),
+        }
+    }
+    let timed = |lane: Vec<Probe>| {
+        let before = thread_time();
+        drop(lane);
+        thread_time().saturating_sub(before)
+    };
+    thread::scope(|scope| {
+        let lanes: Vec<_> = lanes
+            .into_iter()
+            .map(|lane| scope.spawn(move || timed(lane)))
+            .collect();
+        lanes.into_iter().filter_map(|lane| lane.join().ok()).sum()
+    })
+}
+
+/// What the current thread has used of processors. What it does to a process that it changes, that waits for or does too.
+fn thread_time() -> Duration {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: the kernel writes a structure of ours, which lives until the call returns.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    let nanos = u32::try_from(time.tv_nsec).unwrap_or(0);
+    Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), nanos)
+}
+
+/// What was found in a process.
 #[derive(Default)]
 struct Found {
     files: Vec<(FileId, String, Arc<Probed>)>,
-    stay: Vec<Probe>,
-    stretch: Vec<Probe>,
     trouble: Option<String>,
-}
-
-/// Why a process could not be probed.
-#[derive(Debug, thiserror::Error)]
-enum ScanError {
-    /// Its mappings cannot be read.
-    #[error("its mappings cannot be read: {0}")]
-    Maps(#[from] io::Error),
-    /// The kernel refuses a probe.
-    #[error(transparent)]
-    Kernel(#[from] KernelError),
 }
 
 /// A process with probes, or about to have some.
 #[derive(Default)]
 struct Held {
     files: BTreeMap<FileId, Arc<Probed>>,
-    stay: Vec<Probe>,
-    stretch: Vec<Probe>,
+    /// Names of files of which it is not told yet, since their probes are not in.
+    names: Vec<String>,
+    /// By group.
+    probes: [Vec<Probe>; group::COUNT],
+    /// Nanoseconds that it took to put in and to take out those of each group.
+    changes: [u64; group::COUNT],
     scanning: bool,
     again: bool,
-    /// A thread is putting in the probes of a stretch.
-    resuming: bool,
+    /// When to look at what was spent; `None` before there are probes.
+    due: Option<Instant>,
+}
+
+impl Held {
+    fn into_probes(self) -> impl Iterator<Item = Probe> {
+        self.probes.into_iter().flatten()
+    }
+
+    /// What was spent, of which the program tells that on hits.
+    fn spent(&self, hits: HitsSpent, group: usize) -> Spent {
+        let others = if group == group::LAUNCHES {
+            group::NAMES.map(|name| hits[name].saturating_add(self.changes[name]))
+        } else {
+            [0; 3]
+        };
+        Spent {
+            hits: hits[group],
+            changes: self.changes[group],
+            others: others.iter().sum(),
+        }
+    }
 }
 
 /// Has the probes.
@@ -421,22 +508,28 @@ struct Keeper {
 impl Keeper {
     fn run(&mut self) {
         info!(target = %self.target, "launches are profiled");
-        let mut next_tick = Instant::now();
-        let mut next_sweep = next_tick;
+        let mut next_sweep = Instant::now();
+        let mut next_drain = next_sweep;
         loop {
             let now = Instant::now();
             if self.end.is_some_and(|end| now >= end) {
                 break;
             }
-            if now >= next_tick {
-                self.tick();
-                next_tick = Instant::now() + TICK;
+            if now >= next_drain {
+                self.drain();
+                next_drain = Instant::now() + TICK;
             }
+            self.look_at_costs();
             if now >= next_sweep {
                 self.sweep();
                 next_sweep = Instant::now() + SWEEP;
             }
-            let until = next_tick.min(next_sweep).min(self.end.unwrap_or(next_tick));
+            let due = self.held.values().filter_map(|held| held.due).min();
+            let until = [self.end, due]
+                .into_iter()
+                .flatten()
+                .fold(next_drain.min(next_sweep), Instant::min);
+            let now = Instant::now();
             match self
                 .messages
                 .recv_timeout(until.saturating_duration_since(now))
@@ -448,12 +541,14 @@ impl Keeper {
                     }
                 }
                 Ok(Message::Scanned(pid, outcome)) => self.scanned(pid, outcome),
-                Ok(Message::Resumed(pid, outcome)) => self.resumed(pid, outcome),
+                Ok(Message::Came(pid, group, outcome)) => self.came(pid, group, outcome),
+                Ok(Message::Left(pid, group, took)) => self.left(pid, group, took),
                 Ok(Message::Stop) | Err(mpsc::RecvTimeoutError::Disconnected) => break,
                 Err(mpsc::RecvTimeoutError::Timeout) => {}
             }
         }
-        self.held.clear();
+        let held = std::mem::take(&mut self.held);
+        take_out(held.into_values().flat_map(Held::into_probes).collect());
         self.drain();
         self.count_launches();
         self.note_losses();
@@ -467,35 +562,107 @@ impl Keeper {
         matches!(self.target, Target::Tenant(_)) || self.held.is_empty()
     }
 
-    /// Reads messages, and sees to it that the probes cost no more than they may.
-    fn tick(&mut self) {
-        self.drain();
-        let now = monotonic_ns();
+    /// Sees to it that the probes cost no more than they may.
+    fn look_at_costs(&mut self) {
+        let began = Instant::now();
         let mut orders = Vec::new();
-        {
-            let mut state = lock(&self.state);
-            for (pid, held) in &self.held {
-                let (Some(seen), Ok(spent)) = (state.of(*pid), self.kernel.spent(*pid)) else {
-                    continue;
-                };
-                // What is being put in comes first.
-                if !held.files.is_empty() && !held.resuming {
-                    orders.push((*pid, seen.sampling.look(now, spent)));
+        let mut state = lock(&self.state);
+        for (pid, held) in &mut self.held {
+            if held.due.is_none_or(|due| began < due) {
+                continue;
+            }
+            let mut next = SELDOM_NS;
+            if let (Some(seen), Ok(hits)) = (state.of(*pid), self.kernel.spent(*pid)) {
+                let now = monotonic_ns();
+                for (group, sampling) in seen.sampling.iter_mut().enumerate() {
+                    let order = sampling.look(now, held.spent(hits, group));
+                    next = next.min(sampling.next_ns());
+                    if order != Order::Stay {
+                        orders.push((*pid, group, order));
+                    }
+                }
+            }
+            held.due = Some(Instant::now() + Duration::from_nanos(next));
+        }
+        drop(state);
+        for (pid, group, order) in orders {
+            match order {
+                Order::Stay => {}
+                Order::In => {
+                    let files = self.files_of(pid);
+                    self.bring(pid, files, vec![group]);
+                }
+                Order::Out => self.send_away(pid, group),
+            }
+        }
+    }
+
+    fn files_of(&self, pid: u32) -> Vec<Arc<Probed>> {
+        self.held
+            .get(&pid)
+            .map(|held| held.files.values().cloned().collect())
+            .unwrap_or_default()
+    }
+
+    /// Has a thread put in the probes of some groups in files of a process, one after the other.
+    fn bring(&self, pid: u32, files: Vec<Arc<Probed>>, groups: Vec<usize>) {
+        if groups.contains(&group::LAUNCHES) {
+            self.set_since(pid, since::NOT_YET);
+        }
+        let (kernel, outbox) = (Arc::clone(&self.kernel), self.outbox.clone());
+        let failed = groups.clone();
+        let spawned = thread::Builder::new()
+            .name("profile-in".into())
+            .spawn(move || {
+                for group in groups {
+                    let outcome = put_in(&kernel, pid, &files, group);
+                    // Nobody to tell: what was put in goes with the message.
+                    let _ = outbox.send(Message::Came(pid, group, outcome));
+                }
+            });
+        if let Err(error) = spawned {
+            warn!(pid, %error, "not all of its launches are profiled for a while");
+            if let Some(seen) = lock(&self.state).of(pid) {
+                for group in failed {
+                    seen.sampling[group].put_off();
                 }
             }
         }
-        for (pid, order) in orders {
-            match order {
-                Order::Stay => {}
-                Order::In => self.resume(pid),
-                Order::Out => {
-                    let stretch = self
-                        .held
-                        .get_mut(&pid)
-                        .map(|held| std::mem::take(&mut held.stretch));
-                    drop(stretch);
+    }
+
+    /// Has a thread take out the probes of a group.
+    fn send_away(&mut self, pid: u32, group: usize) {
+        if group == group::LAUNCHES {
+            self.set_since(pid, since::NO_MORE);
+        }
+        let Some(held) = self.held.get_mut(&pid) else {
+            return;
+        };
+        let probes = std::mem::take(&mut held.probes[group]);
+        self.let_go(probes, Some((pid, group)));
+    }
+
+    /// Has a thread let go of probes, and tell of it if somebody wants to know.
+    fn let_go(&self, probes: Vec<Probe>, of: Option<(u32, usize)>) {
+        let outbox = self.outbox.clone();
+        let spawned = thread::Builder::new()
+            .name("profile-out".into())
+            .spawn(move || {
+                let took = take_out(probes);
+                if let Some((pid, group)) = of {
+                    // Nobody to tell: the look is over.
+                    let _ = outbox.send(Message::Left(pid, group, took));
                 }
-            }
+            });
+        // What the thread was to let go of has gone with it.
+        if let (Err(_), Some((pid, group))) = (spawned, of) {
+            let _ = self.outbox.send(Message::Left(pid, group, Duration::ZERO));
+        }
+    }
+
+    fn set_since(&self, pid: u32, at_ns: u64) {
+        if let Err(error) = self.kernel.set_since(pid, at_ns) {
+            warn!(pid, %error, "what is seen of its launches may be wrong");
         }
     }
 
@@ -515,7 +682,9 @@ impl Keeper {
         for pid in self.held.keys() {
             let rules = host.rules(*pid);
             if let Some(seen) = lock(&self.state).of(*pid) {
-                seen.sampling.set_budget(rules.budget);
+                for (group, sampling) in seen.sampling.iter_mut().enumerate() {
+                    sampling.set_budget(rules.budget * share(group));
+                }
                 seen.tenant = rules.tenant;
                 seen.factor = rules.factor;
                 seen.budget = rules.budget;
@@ -542,7 +711,9 @@ impl Keeper {
         self.drain();
         self.count_launches();
         for pid in ended {
-            self.held.remove(&pid);
+            if let Some(held) = self.held.remove(&pid) {
+                self.let_go(held.into_probes().collect(), None);
+            }
             lock(&self.state).end(pid);
             let theirs: Vec<KernelKey> = self
                 .counted
@@ -588,7 +759,7 @@ impl Keeper {
         let ready = self
             .kernel
             .admit(pid)
-            .and_then(|()| self.kernel.set_since(pid, u64::MAX));
+            .and_then(|()| self.kernel.set_since(pid, since::NOT_YET));
         if let (Err(error), Some(seen)) = (&ready, state.of(pid)) {
             warn!(pid, %error, "its launches are not profiled");
             seen.trouble = Some(error.to_string());
@@ -615,12 +786,12 @@ impl Keeper {
         }
         (held.scanning, held.again) = (true, false);
         let known: BTreeSet<FileId> = held.files.keys().copied().collect();
-        let (kernel, costs, outbox) = (Arc::clone(&self.kernel), self.costs, self.outbox.clone());
+        let (costs, outbox) = (self.costs, self.outbox.clone());
         let spawned = thread::Builder::new()
             .name("profile-scan".into())
             .spawn(move || {
-                let outcome = probe(&kernel, costs, pid, &known);
-                // Nobody to tell: what was attached goes with the message.
+                let outcome = find_calls(costs, pid, &known);
+                // Nobody to tell: the look is over.
                 let _ = outbox.send(Message::Scanned(pid, outcome));
             });
         if let Err(error) = spawned {
@@ -629,33 +800,29 @@ impl Keeper {
         }
     }
 
-    fn scanned(&mut self, pid: u32, outcome: Result<Found, ScanError>) {
+    fn scanned(&mut self, pid: u32, outcome: io::Result<Found>) {
         let Some(held) = self.held.get_mut(&pid) else {
             return;
         };
         held.scanning = false;
-        let mut too_many = Vec::new();
+        let mut new = Vec::new();
+        let mut groups = Vec::new();
         {
             let mut state = lock(&self.state);
             let Some(seen) = state.of(pid) else { return };
             match outcome {
                 Ok(found) => {
-                    held.stay.extend(found.stay);
-                    let new = !found.files.is_empty();
                     for (id, name, probed) in found.files {
                         debug!(pid, file = name, "its launches are profiled");
-                        held.files.insert(id, probed);
-                        seen.files.push(name);
+                        held.files.insert(id, Arc::clone(&probed));
+                        held.names.push(name);
+                        new.push(probed);
                     }
-                    if seen.sampling.is_on() && !held.resuming {
-                        held.stretch.extend(found.stretch);
-                        if new && let Err(error) = self.kernel.set_since(pid, monotonic_ns()) {
-                            warn!(pid, %error, "its launches are not profiled");
-                        }
-                    } else {
-                        // They come in with the next stretch.
-                        too_many = found.stretch;
-                    }
+                    // Names first: a kernel that is given out and launched at once has one. Groups that are out get the
+                    // new files with their next stretch.
+                    groups = group::NAMES.to_vec();
+                    groups.push(group::LAUNCHES);
+                    groups.retain(|group| seen.sampling[*group].is_on());
                     seen.trouble = found.trouble.or_else(|| {
                         held.files.is_empty().then(|| {
                             "no file that it has mapped exports the driver's launch calls (yet)"
@@ -663,64 +830,78 @@ impl Keeper {
                         })
                     });
                 }
-                Err(ScanError::Maps(error)) => debug!(pid, %error, "gone"),
-                Err(error) => {
-                    warn!(pid, %error, "its launches are not profiled");
-                    seen.trouble = Some(error.to_string());
-                }
+                Err(error) => debug!(pid, %error, "its mappings cannot be read: gone"),
             }
         }
-        drop(too_many);
-        if held.again {
+        let again = held.again;
+        if !new.is_empty() {
+            self.bring(pid, new, groups);
+        }
+        if again {
             self.scan(pid);
         }
     }
 
-    /// Puts in the probes of a stretch.
-    fn resume(&mut self, pid: u32) {
+    /// Probes of a group are in.
+    fn came(&mut self, pid: u32, group: usize, outcome: Result<Placed, KernelError>) {
         let Some(held) = self.held.get_mut(&pid) else {
-            return;
-        };
-        held.resuming = true;
-        let files: Vec<Arc<Probed>> = held.files.values().cloned().collect();
-        let (kernel, outbox) = (Arc::clone(&self.kernel), self.outbox.clone());
-        let spawned = thread::Builder::new()
-            .name("profile-in".into())
-            .spawn(move || {
-                let probes = files
-                    .iter()
-                    .map(|file| file.attach(&kernel, pid, false))
-                    .collect::<Result<Vec<_>, _>>()
-                    .map(|probes| probes.into_iter().flatten().collect());
-                let _ = outbox.send(Message::Resumed(pid, probes));
-            });
-        if let Err(error) = spawned {
-            warn!(pid, %error, "its launches are not profiled for a while");
-            held.resuming = false;
-            if let Some(seen) = lock(&self.state).of(pid) {
-                seen.sampling.put_off();
+            if let Ok(placed) = outcome {
+                self.let_go(placed.probes, None);
             }
-        }
-    }
-
-    fn resumed(&mut self, pid: u32, outcome: Result<Vec<Probe>, KernelError>) {
-        let Some(held) = self.held.get_mut(&pid) else {
             return;
         };
-        held.resuming = false;
-        let outcome = outcome.and_then(|probes| {
-            self.kernel.set_since(pid, monotonic_ns())?;
-            Ok(probes)
-        });
-        match outcome {
-            Ok(probes) => held.stretch = probes,
-            Err(error) => {
-                debug!(pid, %error, "its launches are not profiled for a while");
-                if let Some(seen) = lock(&self.state).of(pid) {
-                    seen.sampling.put_off();
+        let hits = self.kernel.spent(pid).unwrap_or_default();
+        let mut too_late = Vec::new();
+        let mut since = None;
+        {
+            let mut state = lock(&self.state);
+            let Some(seen) = state.of(pid) else { return };
+            let now = monotonic_ns();
+            match outcome {
+                Ok(placed) => {
+                    held.changes[group] += nanos(placed.took);
+                    let sampling = &mut seen.sampling[group];
+                    sampling.came(now, held.spent(hits, group));
+                    if sampling.is_on() {
+                        held.probes[group].extend(placed.probes);
+                        since = (group == group::LAUNCHES).then_some(now);
+                        if since.is_some() {
+                            seen.files.append(&mut held.names);
+                        }
+                    } else {
+                        // Of a file that was found just before the others were taken out.
+                        too_late = placed.probes;
+                    }
+                }
+                Err(error) => {
+                    warn!(pid, %error, "not all of its launches are profiled for a while");
+                    seen.sampling[group].put_off();
                     seen.trouble = Some(error.to_string());
                 }
             }
+            // What they cost is not known yet.
+            let next = Duration::from_nanos(seen.sampling[group].next_ns());
+            let next = Instant::now() + next;
+            held.due = Some(held.due.map_or(next, |due| due.min(next)));
+        }
+        if let Some(now) = since {
+            self.set_since(pid, now);
+        }
+        if !too_late.is_empty() {
+            self.let_go(too_late, None);
+        }
+    }
+
+    /// The probes of a group are out.
+    fn left(&mut self, pid: u32, group: usize, took: Duration) {
+        let Some(held) = self.held.get_mut(&pid) else {
+            return;
+        };
+        held.changes[group] += nanos(took);
+        let hits = self.kernel.spent(pid).unwrap_or_default();
+        let spent = held.spent(hits, group);
+        if let Some(seen) = lock(&self.state).of(pid) {
+            seen.sampling[group].left(monotonic_ns(), spent);
         }
     }
 
@@ -730,7 +911,7 @@ impl Keeper {
         let mut state = lock(&self.state);
         for (key, launches) in now {
             let before = self.counted.insert(key, launches);
-            let newly = before.map_or(launches, |before| since(launches, &before));
+            let newly = before.map_or(launches, |before| newly(launches, &before));
             let Some(index) = u32::try_from(key.tgid)
                 .ok()
                 .and_then(|pid| state.by_pid.get(&pid))
@@ -817,7 +998,7 @@ impl Keeper {
 }
 
 /// Launches since an earlier count.
-fn since(mut now: Launches, before: &Launches) -> Launches {
+fn newly(mut now: Launches, before: &Launches) -> Launches {
     now.count = now.count.saturating_sub(before.count);
     for (now, before) in now.gaps.iter_mut().zip(&before.gaps) {
         *now = now.saturating_sub(*before);
@@ -825,13 +1006,8 @@ fn since(mut now: Launches, before: &Launches) -> Launches {
     now
 }
 
-/// Puts probes into every file of a process that has calls and no probes yet.
-fn probe(
-    kernel: &Programs,
-    costs: Costs,
-    pid: u32,
-    known: &BTreeSet<FileId>,
-) -> Result<Found, ScanError> {
+/// Every file of a process that has calls and is not known yet.
+fn find_calls(costs: Costs, pid: u32, known: &BTreeSet<FileId>) -> io::Result<Found> {
     let maps = fs::read(format!("/proc/{pid}/maps"))?;
     let mut seen = known.clone();
     let mut found = Found::default();
@@ -869,9 +1045,6 @@ fn probe(
             file,
             points: points(&symbols, costs),
         });
-        // Names first: a kernel that is given out and launched at once has one.
-        found.stay.extend(probed.attach(kernel, pid, true)?);
-        found.stretch.extend(probed.attach(kernel, pid, false)?);
         found.files.push((id, name, probed));
     }
     Ok(found)
@@ -884,9 +1057,13 @@ fn shown_name(path: &Path) -> String {
         .to_string()
 }
 
-/// Where the probes of each program go, with their cookies.
-fn points(symbols: &[(Symbol, usize)], costs: Costs) -> BTreeMap<ProfileProgram, Vec<(u64, u64)>> {
-    let mut points: BTreeMap<ProfileProgram, Vec<(u64, u64)>> = BTreeMap::new();
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Where the probes of each group go.
+fn points(symbols: &[(Symbol, usize)], costs: Costs) -> [Points; group::COUNT] {
+    let mut points: [Points; group::COUNT] = Default::default();
     for (symbol, index) in symbols {
         let Some((_, what)) = CALLS.get(*index) else {
             continue;
@@ -902,7 +1079,7 @@ fn points(symbols: &[(Symbol, usize)], costs: Costs) -> BTreeMap<ProfileProgram,
         // The probe at the entry books what that at the return will cost.
         let back = if programs.len() > 1 { costs.back } else { 0 };
         for program in programs {
-            points
+            points[kind::group(*what)]
                 .entry(*program)
                 .or_default()
                 .push((symbol.entry, cookie(*what, entry.saturating_add(back))));
@@ -963,7 +1140,7 @@ fn name_of(named: &Named) -> String {
 
 #[cfg(test)]
 mod tests {
-    use gpuquota_common::profile::{NAME_BYTES, kind};
+    use gpuquota_common::profile::NAME_BYTES;
 
     use super::*;
 
@@ -1037,7 +1214,7 @@ mod tests {
                 index("cuCtxSynchronize"),
             ),
         ];
-        let points = points(&symbols, costs);
+        let points = &points(&symbols, costs)[group::LAUNCHES];
         assert_eq!(
             points[&ProfileProgram::Launch],
             [
@@ -1060,7 +1237,7 @@ mod tests {
         let mut now = before;
         now.count = 10;
         now.gaps[4] = 5;
-        let newly = since(now, &before);
+        let newly = newly(now, &before);
         assert_eq!((newly.count, newly.gaps[4]), (7, 3));
     }
 }

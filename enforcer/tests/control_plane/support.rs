@@ -174,6 +174,7 @@ fn profile(target: &Target) -> ProfileReport {
             cost: 0.0081,
             budget: 0.01,
             covered: 0.25,
+            names_covered: 1.0,
             trouble: None,
         }],
         kernels: vec![gemm, kernel("kernel@0x5555aa10", None, 7)],
@@ -235,6 +236,9 @@ fn idle(target: &Target) -> IdleReport {
         pid,
         comm: comm.into(),
         ended: false,
+        cost: 0.0098,
+        budget: 0.01,
+        covered: 0.42,
     };
     IdleReport {
         target: target.clone(),

@@ -152,6 +152,32 @@ fn each_way_to_leave_a_gpu_idle_is_named() {
 }
 
 #[test]
+fn who_switches_all_the_time_is_followed_as_far_as_the_budget_goes() {
+    let bed = Bed::new("[tenant.a]\ncgroup = \"@/a.slice\"\ninsight.budget = \"2%\"\n");
+    let mut actor = client(&bed, "a");
+    let pid = actor.workload_pid();
+    let report = seen(&bed, &mut actor, "hand 40");
+    let process = report
+        .processes
+        .iter()
+        .find(|process| process.pid == pid)
+        .expect("followed");
+    assert!(
+        (process.budget - 0.02).abs() < 1e-9 && process.covered < 0.9 && process.covered > 0.0,
+        "{process:?}"
+    );
+    // A look may come late on a busy host.
+    assert!(process.cost < 0.02 + 0.01, "{process:?}");
+    // What nobody saw is in no time that is told.
+    let share = share(&report, pid);
+    assert!(share.known_usec < report.elapsed_usec, "{share:?}");
+    let awake = part(share, State::Running).1 + part(share, State::Io).1;
+    assert!(awake + part(share, State::Queued).1 > 0.8, "{share:#?}");
+    assert!(on_stack(&report, "hand_to_and_fro", State::Io) > 0);
+    assert_eq!(actor.finish(), Some(0));
+}
+
+#[test]
 fn who_is_stopped_by_a_launch_budget_is_held() {
     let bed = Bed::new(POLICY);
     let mut actor = client(&bed, "b");

@@ -293,15 +293,18 @@ fn probes_cost_no_more_than_they_may() {
     assert!(out, "they were taken out: {process:?}");
     assert!(back, "and put in again: {process:?}");
     assert!(process.covered < 0.9, "{process:?}");
-    // What a second saves is spent ahead, and a look may come late on a busy host.
-    assert!(process.cost < 0.05 * 7.0 / 6.0 + 0.03, "{process:?}");
+    // A look may come late on a busy host, and so may the end of the breakpoints.
+    assert!(process.cost < 0.05 + 0.01, "{process:?}");
     assert!(kernel(&found, "spin_1us").launches > 0);
     assert_eq!(actor.finish(), Some(0));
 }
 
 #[test]
 fn launch_budgets_and_the_profile_share_a_process() {
-    let bed = Bed::new("[tenant.a]\ncgroup = \"@/a.slice\"\nlaunch.max = \"500/s\"\n");
+    // Probes are in all the time, whatever they cost on this host.
+    let bed = Bed::new(
+        "[tenant.a]\ncgroup = \"@/a.slice\"\nlaunch.max = \"500/s\"\ninsight.budget = \"100%\"\n",
+    );
     let target = Target::Tenant("a".into());
     let mut actor = workload(&bed, "a");
     start(&bed, &target);

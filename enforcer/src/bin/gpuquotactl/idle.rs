@@ -5,7 +5,7 @@ use std::{fmt::Write as _, time::Duration};
 use gpuquota_enforcer::{
     client::Client,
     control::{
-        idle::{IdleGpu, IdleReport, IdleShare, IdleStack, IdleState},
+        idle::{IdleGpu, IdleProcess, IdleReport, IdleShare, IdleStack, IdleState},
         leaks::Target,
     },
     idle::{State, folded::folded},
@@ -71,6 +71,7 @@ fn text(report: &IdleReport, screen: Screen) -> String {
         processes(report.processes.len()),
         Duration::from_micros(report.elapsed_usec).as_secs_f64(),
     );
+    text += &cost(&report.processes);
     text += &remarks(report, screen);
     if report.gpus.is_empty() {
         text += "none of them has a context on a GPU\n";
@@ -88,6 +89,26 @@ fn text(report: &IdleReport, screen: Screen) -> String {
         text += &shown(at + 1, stack, screen);
     }
     text
+}
+
+/// What it has cost to follow them, where most, and what was not seen for that.
+fn cost(processes: &[IdleProcess]) -> String {
+    let Some(most) = processes.iter().max_by(|a, b| a.cost.total_cmp(&b.cost)) else {
+        return String::new();
+    };
+    let covered = processes
+        .iter()
+        .map(|process| process.covered)
+        .fold(1.0, f64::min);
+    if covered >= 0.995 {
+        return String::new();
+    }
+    format!(
+        "following cost {:.2}% of a process's time at most ({:.2}% may be), and was on for {:.0}% of the time: what is told is of that\n",
+        100.0 * most.cost,
+        100.0 * most.budget,
+        100.0 * covered,
+    )
 }
 
 fn processes(number: usize) -> String {

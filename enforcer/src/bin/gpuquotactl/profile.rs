@@ -139,7 +139,11 @@ fn cost(processes: &[ProfileProcess]) -> String {
         .iter()
         .map(|process| process.covered)
         .fold(1.0, f64::min);
-    format!(
+    let names = processes
+        .iter()
+        .map(|process| process.names_covered)
+        .fold(1.0, f64::min);
+    let mut text = format!(
         "probes cost {:.2}% of a process's time at most ({:.2}% may be), and are in it {:.0}% of the time{}\n",
         100.0 * most.cost,
         100.0 * most.budget,
@@ -149,7 +153,15 @@ fn cost(processes: &[ProfileProcess]) -> String {
         } else {
             ""
         }
-    )
+    );
+    if names < 0.995 {
+        let _ = writeln!(
+            text,
+            "probes on calls that give out kernels are in it {:.0}% of the time: who is asked for once in between has no name",
+            100.0 * names
+        );
+    }
+    text
 }
 
 fn row(kernel: &ProfileKernel, report: &ProfileReport) -> [(String, Style); 8] {
@@ -208,7 +220,7 @@ fn remarks(report: &ProfileReport, screen: Screen) -> String {
         }
     };
     remark(
-        "kernels shown by their handles, since they were given out before this look",
+        "kernels shown by their handles, since they were given out before this look or unseen",
         u64::try_from(bare).unwrap_or(u64::MAX),
     );
     remark("waits or names that were lost", gaps.lost);

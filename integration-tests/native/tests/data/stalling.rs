@@ -2,7 +2,7 @@
 //! by the test that uses it, so it uses no crate.
 //!
 //! `lock N`, `data N`, `sleep N`, `spin N`: N rounds of a kernel of 20 ms and some 180 ms in which the program waits for
-//! a mutex, for a pipe, for time to pass, or computes. `launch N` launches N kernels as fast as it may. `names N` has N threads
+//! a mutex, for a pipe, for time to pass, or computes. `hand N` is the same with two threads that wait for each other all the time. `launch N` launches N kernels as fast as it may. `names N` has N threads
 //! that wait for ever.
 
 use std::{
@@ -120,6 +120,29 @@ extern "C" fn wait_for_time() -> u64 {
 
 #[inline(never)]
 #[unsafe(no_mangle)]
+extern "C" fn hand_to_and_fro() -> u64 {
+    let (mut there, mut to) = std::io::pipe().expect("a pipe");
+    let (mut back, mut from) = std::io::pipe().expect("a pipe");
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut byte = [0];
+            while there.read_exact(&mut byte).is_ok() {
+                from.write_all(&byte).expect("written");
+            }
+        });
+        let began = Instant::now();
+        let mut byte = [7];
+        while began.elapsed() < WAIT {
+            to.write_all(&byte).expect("written");
+            back.read_exact(&mut byte).expect("read");
+        }
+        drop(to);
+        u64::from(black_box(byte)[0])
+    })
+}
+
+#[inline(never)]
+#[unsafe(no_mangle)]
 extern "C" fn prepare_batch() -> u64 {
     let began = Instant::now();
     let mut sum = 0_u64;
@@ -144,6 +167,7 @@ fn main() {
                 "data" => wait_for_data,
                 "sleep" => wait_for_time,
                 "spin" => prepare_batch,
+                "hand" => hand_to_and_fro,
                 "launch" => {
                     cuda.launch(cuda.short);
                     continue;
