@@ -18,7 +18,7 @@ pub struct Event {
     pub handle: u32,
     /// Tenant whose limit refused or was exceeded, or `RESERVATIONS`.
     pub limited_by: u32,
-    /// Class of the object, or control command.
+    /// Class of the object, or control command; for a [`kind::DENIED`] of managed memory `VALIDATE_VA_RANGE`, else 0 there.
     pub class: u32,
     /// Bytes asked for or released.
     pub bytes: u64,

@@ -5,7 +5,7 @@
 //! has two writers, so user space never loses an update that the kernel side makes at the same time.
 
 /// Version of every layout in this crate; part of the pin path, so that two layouts never share a map.
-pub const LAYOUT_VERSION: u32 = 5;
+pub const LAYOUT_VERSION: u32 = 6;
 
 /// Most tenants that one daemon governs.
 pub const MAX_TENANTS: u32 = 2048;
@@ -115,6 +115,8 @@ pub mod settings_flags {
     pub const ANSWER_BREACHES: u16 = 2;
     /// The GPUs are closed to processes in no tenant.
     pub const DENY_UNGOVERNED: u16 = 4;
+    /// A program can make a call fail with an error number: [`super::deny::OVERRIDE`], or a security hook.
+    pub const FAILS_CALLS: u16 = 8;
 }
 
 /// Heartbeats older than this mean that no daemon is there.
@@ -158,7 +160,9 @@ pub struct Budget {
     /// How long an allocation waits at most under [`on_max::WAIT`], in nanoseconds.
     pub wait_ns: u64,
     /// One of [`on_max`].
-    pub on_max: u32,
+    pub on_max: u16,
+    /// 1 if the tenant may have no managed memory.
+    pub deny_managed: u16,
     /// 1 if a process that got memory past the limit is to end.
     pub end_on_breach: u32,
 }
@@ -166,11 +170,11 @@ pub struct Budget {
 /// What happens to an allocation above [`Budget::memory_max`].
 pub mod on_max {
     /// It is refused.
-    pub const DENY: u32 = 0;
+    pub const DENY: u16 = 0;
     /// It waits, and is refused when its time is over.
-    pub const WAIT: u32 = 1;
+    pub const WAIT: u16 = 1;
     /// It is refused, and its process is to end.
-    pub const KILL: u32 = 2;
+    pub const KILL: u16 = 2;
 }
 
 /// What a tenant uses at one place. Written by the kernel side only.
@@ -396,6 +400,27 @@ pub struct Process {
     pub forked_from: u32,
     /// [`process_flags`].
     pub flags: u32,
+    /// Where its youngest context has its pool of semaphores, which is made like managed memory and is none; or 0.
+    pub pool: u64,
+    /// GPU of its youngest context, or [`NO_GPU`].
+    pub home: u32,
+    /// Unused; zero.
+    pub reserved: u32,
+}
+
+impl Process {
+    /// A process without a context.
+    #[inline(always)]
+    pub const fn new(start_ns: u64, forked_from: u32, flags: u32) -> Self {
+        Self {
+            start_ns,
+            forked_from,
+            flags,
+            pool: 0,
+            home: NO_GPU,
+            reserved: 0,
+        }
+    }
 }
 
 /// Flags of a [`Process`].
@@ -470,6 +495,8 @@ pub mod refusal {
     pub const UNREADABLE: u32 = 2;
     /// As [`MEMORY`], and the call cannot be changed so that the driver refuses it.
     pub const STUCK: u32 = 3;
+    /// It makes managed memory, of which its tenant may have none.
+    pub const MANAGED: u32 = 4;
 }
 
 /// What the caller wrote where a call was changed so that the driver refuses it, by thread.
@@ -655,7 +682,10 @@ mod tests {
         assert_eq!(offset_of!(InFlight, lever), 104);
         assert_eq!(offset_of!(Settings, deny), 28);
         assert_eq!(offset_of!(Budget, on_max), 24);
+        assert_eq!(offset_of!(Budget, deny_managed), 26);
         assert_eq!(offset_of!(Process, flags), 12);
+        assert_eq!(offset_of!(Process, pool), 16);
+        assert_eq!(offset_of!(Process, home), 24);
     }
 
     #[test]

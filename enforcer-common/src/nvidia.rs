@@ -510,6 +510,10 @@ pub mod uvm {
     pub const MIGRATE: u32 = 51;
     /// Drops a mapping of RM memory.
     pub const UNMAP_EXTERNAL: u32 = 66;
+    /// Names the range of a context's pool of semaphores, before it is mapped.
+    pub const ALLOC_SEMAPHORE_POOL: u32 = 68;
+    /// Asks whether a range that was just mapped is one; libcuda unmaps it if this fails.
+    pub const VALIDATE_VA_RANGE: u32 = 72;
     /// Makes an address range.
     pub const CREATE_EXTERNAL_RANGE: u32 = 73;
 }

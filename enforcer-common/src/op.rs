@@ -26,9 +26,22 @@ pub const ADOPT_OBJECT: u64 = 7;
 /// Reserve memory for a tenant at a place; one caller at a time: `[RESERVE, tenant, place, bytes]`.
 pub const RESERVE: u64 = 10;
 /// Charge a process for what no call asks RM for, in place of what was charged before: what the driver takes by itself, or
-/// with `managed` its managed memory. With `report` a limit that this exceeds is a breach:
-/// `[CHARGE_APART, tgid, tenant, gpu, bytes, cgroup, report, managed]`.
+/// with `managed` its managed memory. `above` is one of [`above`]:
+/// `[CHARGE_APART, tgid, tenant, gpu, bytes, cgroup, above, managed]`.
 pub const CHARGE_APART: u64 = 11;
+
+/// What [`CHARGE_APART`] does where a limit is exceeded.
+pub mod above {
+    /// Charges all the same.
+    pub const CHARGE: u64 = 0;
+    /// Charges all the same, and reports a breach.
+    pub const BREACH: u64 = 1;
+    /// Charges nothing more, counts and reports a refusal, and answers [`super::result::DENIED`].
+    pub const REFUSE: u64 = 2;
+}
+
+/// Count and report that a thread may have no managed memory: `[REFUSE_MANAGED, thread, tenant, gpu, bytes]`.
+pub const REFUSE_MANAGED: u64 = 12;
 
 /// Whether the open file at a kernel address still is an open control file: `[IS_OPEN, address]`.
 pub const IS_OPEN: u64 = 8;

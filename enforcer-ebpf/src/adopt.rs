@@ -18,11 +18,7 @@ const NO_EXIST: u64 = 1;
 /// Notes a process, and lets the daemon wait for its end.
 #[inline(always)]
 pub fn process(tgid: u32, start_ns: u64, tenant: u32, cgroup: u64) -> u32 {
-    let process = Process {
-        start_ns,
-        forked_from: 0,
-        flags: process_flags::ACTIVE | process_flags::ADOPTED,
-    };
+    let process = Process::new(start_ns, 0, process_flags::ACTIVE | process_flags::ADOPTED);
     if PROCESSES.insert(tgid, process, NO_EXIST).is_err() && PROCESSES.get_ptr(tgid).is_none() {
         count(counter::PROCESSES_FULL);
         return result::FULL;
@@ -51,6 +47,9 @@ pub fn object(key: ObjectKey, mut object: Object) -> u32 {
         return result::FULL;
     }
     lists::link(key.client, key.handle);
+    if object.kind == kind::CHANNEL_GROUP {
+        task::note_context(object.tgid, object.gpu);
+    }
     if object.bytes > 0 && object.gpu < PLACES {
         let generation = settings().generation;
         let _ = ledger::reserve(generation, object.tenant, object.gpu, object.bytes, true);

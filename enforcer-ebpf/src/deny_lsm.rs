@@ -14,6 +14,7 @@ use crate::{
     task,
 };
 
+const EPERM: i32 = 1;
 const EAGAIN: i32 = 11;
 const ENOMEM: i32 = 12;
 const EFAULT: i32 = 14;
@@ -49,6 +50,9 @@ fn verdict(ctx: &LsmContext) -> i32 {
         }
         if flight.refusal == refusal::UNREADABLE {
             return -EFAULT;
+        }
+        if flight.refusal == refusal::MANAGED {
+            return -EPERM;
         }
         // SAFETY: as above.
         let is_rewritten = unsafe { REWRITTEN.get(thread) }.is_some();

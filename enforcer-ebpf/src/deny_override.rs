@@ -25,6 +25,7 @@ use crate::{
     task,
 };
 
+const EPERM: i64 = 1;
 const ENOMEM: i64 = 12;
 const EFAULT: i64 = 14;
 const ENOSYS: i64 = 38;
@@ -42,6 +43,8 @@ pub fn deny_override(ctx: ProbeContext) -> u32 {
     let result = if flight.refusal == refusal::UNREADABLE {
         // The driver could not copy what cannot be read either.
         -EFAULT
+    } else if flight.refusal == refusal::MANAGED {
+        -EPERM
     } else if answer(flight) {
         0
     } else {

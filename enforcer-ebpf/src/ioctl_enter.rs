@@ -21,6 +21,7 @@ use gpuquota_common::{
 use crate::{
     file::{self, patched},
     ledger::{self, Decision, Request, Reserved},
+    managed,
     maps::{IN_FLIGHT, SETTINGS, count, daemon_alive, emit, now},
     rm::{Caller, place_of},
     task,
@@ -43,11 +44,15 @@ pub static LOADED_BY: u32 = u32::MAX;
 #[tracepoint]
 #[inline(always)]
 pub fn ioctl_enter(ctx: TracePointContext) -> u32 {
-    let cmd = IoctlCmd::from_raw(task::record::<u64>(&ctx, record::CMD) as u32);
+    let raw = task::record::<u64>(&ctx, record::CMD) as u32;
+    let cmd = IoctlCmd::from_raw(raw);
+    let fd = task::record::<u64>(&ctx, record::FD) as u32;
     if !rm::concerns_ledger(cmd) {
+        if managed::concerns(raw) {
+            managed::enter(raw, task::record::<u64>(&ctx, record::ARG), fd);
+        }
         return 0;
     }
-    let fd = task::record::<u64>(&ctx, record::FD) as u32;
     match file::device_of(fd) {
         Some(found) if found.kind == device::CONTROL || found.kind == device::GPU => {}
         _ => return 0,
@@ -211,7 +216,7 @@ fn take_over(settings: &Settings, thread: u32, flight: &mut InFlight) -> bool {
 
 /// Whether a backend in the kernel refuses what is found here to be over a budget.
 #[inline(always)]
-fn refuses(settings: &Settings) -> bool {
+pub fn refuses(settings: &Settings) -> bool {
     settings.deny != deny::NONE
         && (settings.flags & settings_flags::OPEN_WITHOUT_DAEMON == 0 || daemon_alive(settings))
 }

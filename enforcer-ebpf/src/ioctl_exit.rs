@@ -358,6 +358,9 @@ pub fn remember(tgid: u32, flight: &InFlight, key: ObjectKey, bytes: u64) {
     }
     lists::link(key.client, key.handle);
     note_use(tgid, flight.fd, key.client);
+    if kind == kind::CHANNEL_GROUP {
+        task::note_context(tgid, flight.gpu);
+    }
     if matches!(kind, kind::SUBDEVICE | kind::CHANNEL_GROUP | kind::CHANNEL) {
         emit(&Event {
             kind: event::kind::CHANNEL_NEW,

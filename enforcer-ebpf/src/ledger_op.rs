@@ -19,7 +19,7 @@ use gpuquota_common::{
 use crate::{
     adopt, file,
     ledger::{self, Decision, Request, Reserved},
-    lists,
+    lists, managed,
     maps::{IN_FLIGHT, OBJECTS, count, now, settings},
 };
 
@@ -63,7 +63,7 @@ pub extern "C" fn ledger_op(ctx: *mut c_void) -> u32 {
             (a as u32, c as u32),
             (b as u32, ctx.arg(5)),
             d,
-            ctx.arg::<u64>(6) == 1,
+            ctx.arg(6),
             ctx.arg::<u64>(7) == 1,
         ),
         op::RESERVE => {
@@ -72,6 +72,10 @@ pub extern "C" fn ledger_op(ctx: *mut c_void) -> u32 {
             } else {
                 result::INVALID
             }
+        }
+        op::REFUSE_MANAGED => {
+            managed::refuse(a as u32, (b as u32, c as u32), d);
+            result::OK
         }
         _ => result::INVALID,
     }
@@ -196,13 +200,13 @@ fn cancel(thread: u32) -> u32 {
     result::OK
 }
 
-/// Charges what no call asks RM for. Nothing can refuse it, so no limit is asked.
+/// Charges what no call asks RM for. What is there already is charged above a limit too; `above` says what else happens.
 #[inline(always)]
 fn charge_apart(
     (tgid, gpu): (u32, u32),
     (tenant, cgroup): (u32, u64),
     bytes: u64,
-    report: bool,
+    above: u64,
     managed: bool,
 ) -> u32 {
     if gpu >= MAX_GPUS {
@@ -253,24 +257,33 @@ fn charge_apart(
     // SAFETY: a copy of a map value, and a field of it that only user space changes, one call at a time.
     let object = unsafe { *place };
     let before = object.bytes;
-    // SAFETY: as above.
-    unsafe { (*place).bytes = bytes };
     if bytes < before {
+        // SAFETY: as above.
+        unsafe { (*place).bytes = bytes };
         ledger::withdraw(generation, tgid, object.tenant, gpu, before - bytes);
         return result::OK;
     }
-    let outcome = ledger::reserve(generation, object.tenant, gpu, bytes - before, true);
-    ledger::deposit(generation, tgid, object.tenant, gpu, bytes - before);
+    let forces = above != op::above::REFUSE;
+    let outcome = ledger::reserve(generation, object.tenant, gpu, bytes - before, forces);
+    if forces || matches!(outcome, Reserved::Yes) {
+        // SAFETY: as above.
+        unsafe { (*place).bytes = bytes };
+        ledger::deposit(generation, tgid, object.tenant, gpu, bytes - before);
+    }
     if let Reserved::No {
         limited_by,
         used,
         limit,
     } = outcome
-        && report
+        && above != op::above::CHARGE
         && object.tenant != NO_TENANT
     {
-        ledger::breach(&Event {
-            kind: event::kind::BREACHED,
+        let event = Event {
+            kind: if forces {
+                event::kind::BREACHED
+            } else {
+                event::kind::DENIED
+            },
             tenant: object.tenant,
             gpu,
             tgid,
@@ -278,12 +291,17 @@ fn charge_apart(
             handle: key.handle,
             limited_by,
             class: 0,
-            bytes,
+            bytes: if forces { bytes } else { bytes - before },
             used,
             limit,
             cgroup: object.cgroup,
             at_ns: now(),
-        });
+        };
+        if !forces {
+            ledger::refuse(tgid, &event);
+            return result::DENIED;
+        }
+        ledger::breach(&event);
     }
     result::OK
 }

@@ -26,6 +26,7 @@ mod compat;
 mod file;
 mod ledger;
 mod lists;
+mod managed;
 mod maps;
 mod rm;
 mod task;

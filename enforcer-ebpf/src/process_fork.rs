@@ -28,11 +28,8 @@ pub fn process_fork(ctx: RawTracePointContext) -> i32 {
     if child_tgid == parent_tgid || unsafe { PROCESSES.get(parent_tgid) }.is_none() {
         return 0;
     }
-    let process = Process {
-        start_ns: field(child, patched!(OFF_TASK_START)).unwrap_or(0),
-        forked_from: parent_tgid,
-        flags: 0,
-    };
+    let start_ns = field(child, patched!(OFF_TASK_START)).unwrap_or(0);
+    let process = Process::new(start_ns, parent_tgid, 0);
     if PROCESSES.insert(child_tgid, process, 0).is_err() {
         count(counter::PROCESSES_FULL);
     }

@@ -126,11 +126,7 @@ pub fn note_process(tgid: u32, tenant: u32, cgroup: u64) {
             (*process).flags |= process_flags::ACTIVE;
         }
     } else {
-        let process = Process {
-            start_ns: start_ns(),
-            forked_from: 0,
-            flags: process_flags::ACTIVE,
-        };
+        let process = Process::new(start_ns(), 0, process_flags::ACTIVE);
         if PROCESSES.insert(tgid, process, 0).is_err() {
             count(counter::PROCESSES_FULL);
         }
@@ -141,6 +137,15 @@ pub fn note_process(tgid: u32, tenant: u32, cgroup: u64) {
         tenant,
         cgroup,
     ));
+}
+
+/// Notes that a process has a context on a GPU: with the youngest one goes its managed memory.
+#[inline(always)]
+pub fn note_context(tgid: u32, gpu: u32) {
+    if let Some(process) = PROCESSES.get_ptr_mut(tgid) {
+        // SAFETY: a word of a map value, written by one store.
+        unsafe { (*process).home = gpu };
+    }
 }
 
 /// An event about a process.

@@ -15,6 +15,7 @@ mod idling;
 mod insight;
 mod judging;
 mod launching;
+mod managing;
 mod measuring;
 mod policy;
 mod profiling;
@@ -29,14 +30,14 @@ use std::{
     io,
     path::PathBuf,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
 };
 
 use aya::maps::{MapData, RingBuf};
-use gpuquota_common::map::MAX_GPUS;
+use gpuquota_common::map::{DeviceKey, MAX_GPUS};
 use gpuquota_policy::{Diagnostics, Host, HostGpu, Policy};
 use tokio::sync::broadcast;
 use tracing::warn;
@@ -158,6 +159,8 @@ pub struct Enforcer {
     hierarchy: Hierarchy,
     telemetry: Telemetry,
     topology: Topology,
+    /// The driver's node for managed memory, once it is there.
+    managed_node: OnceLock<DeviceKey>,
     host: Host,
     driver_version: String,
     /// False for a driver that is not known: then everything is observed and nothing refused.
@@ -263,6 +266,7 @@ impl Enforcer {
             hierarchy,
             telemetry,
             topology,
+            managed_node: OnceLock::new(),
             host,
             driver_version: snapshot.driver_version.clone(),
             enforcing,
@@ -308,6 +312,7 @@ impl Enforcer {
     /// Tells the kernel side about devices, GPUs and this daemon.
     fn describe_host(&self) -> Result<(), KernelError> {
         self.kernel.set_devices(&self.topology.devices)?;
+        self.find_managed_node();
         for instance in 0..MAX_GPUS {
             let gpu = self
                 .topology

@@ -12,7 +12,7 @@ use gpuquota_common::{
     claim::MAX_RESERVATION,
     map::{Budget, MAX_NESTING, MAX_TENANTS, NO_TENANT, TenantRow, host_place, on_max, row},
 };
-use gpuquota_policy::{HostGpu, OnBreach, OnMemoryMax, Policy};
+use gpuquota_policy::{HostGpu, Managed, OnBreach, OnMemoryMax, Policy};
 
 /// Why a policy cannot be put into the kernel.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -245,6 +245,7 @@ fn limits(policy: &Policy, gpus: &[HostGpu], seating: &Seating) -> (Budgets, Res
                     OnMemoryMax::Wait => on_max::WAIT,
                     OnMemoryMax::Kill => on_max::KILL,
                 },
+                deny_managed: u16::from(memory.managed == Managed::Deny),
                 end_on_breach: u32::from(memory.on_breach == OnBreach::Kill),
             };
             let pinned = Budget {

@@ -76,6 +76,9 @@ pub trait Driver: Send + Sync {
     /// Finds the driver's nodes and which GPU is which in its calls.
     fn discover(&self, cards: &[Card]) -> Result<Topology, DriverError>;
 
+    /// The node for managed memory, which is made on its first use.
+    fn managed_node(&self) -> Option<(DeviceKey, Device)>;
+
     /// Whether calls of this driver version are understood.
     fn knows_version(&self, version: &str) -> bool;
 }

@@ -51,8 +51,7 @@ impl Driver for Nvidia {
             return Err(DriverError::TooMany { found: cards.len() });
         }
         let mut devices = vec![node(&self.node("nvidiactl"), device::CONTROL, NO_GPU)?];
-        // Made on first use of managed memory; without it there is nothing to watch there.
-        devices.extend(node(&self.node("nvidia-uvm"), device::UVM, NO_GPU));
+        devices.extend(self.managed_node());
         for card in cards {
             let path = self.node(&format!("nvidia{}", card.minor));
             devices.push(node(&path, device::GPU, card.index)?);
@@ -75,6 +74,10 @@ impl Driver for Nvidia {
             })
             .collect();
         Ok(Topology { devices, gpus })
+    }
+
+    fn managed_node(&self) -> Option<(DeviceKey, Device)> {
+        node(&self.node("nvidia-uvm"), device::UVM, NO_GPU).ok()
     }
 
     fn knows_version(&self, version: &str) -> bool {

@@ -420,13 +420,7 @@ impl Enforcer {
                     .to_owned(),
             )
         });
-        findings.push(doctor::finding(
-            "managed memory",
-            Verdict::Info,
-            "is charged by what processes have mapped of it, when the ledger is compared with NVML; nothing refuses the \
-             mapping, so memory.on-breach answers what is above memory.max or denied by memory.managed"
-                .to_owned(),
-        ));
+        findings.push(self.managed_finding());
         if let Ok(counters) = self.kernel.counters() {
             findings.extend(doctor::counters(&counters));
         }

@@ -4,29 +4,25 @@ use std::{collections::BTreeMap, time::Instant};
 
 use gpuquota_common::{
     event::Event,
-    map::{DeviceKey, MAX_GPUS, NO_TENANT, ObjectKey, context_key, device, kind, process_flags},
+    map::{MAX_GPUS, NO_TENANT, ObjectKey, context_key, kind, process_flags},
     nvidia::class,
 };
-use gpuquota_policy::{Managed, OnBreach};
 use tracing::{error, warn};
 
 use super::{Enforcer, EnforcerError};
 use crate::{
     context::{Charge, Contexts, Holder, Look},
-    control::Notice,
-    ending::GRACE,
     kernel::ApartCharge,
     lifecycle::ProcessView as _,
-    managed,
 };
 
 /// A context of libcuda has so many channel groups.
 const GROUPS_OF_CONTEXT: u64 = 4;
 
 /// By process and GPU.
-type KnownByPlace = BTreeMap<(u32, u32), Known>;
+pub(super) type KnownByPlace = BTreeMap<(u32, u32), Known>;
 /// By process: birth of its youngest channel group, and the GPU that it is on.
-type Homes = BTreeMap<u32, (u64, u32)>;
+pub(super) type Homes = BTreeMap<u32, (u64, u32)>;
 
 /// What is known of contexts.
 #[derive(Debug, Default)]
@@ -36,6 +32,8 @@ pub(super) struct ContextState {
     looked: Option<Instant>,
     /// Charged for managed memory by tenant index and GPU.
     managed: BTreeMap<(u32, u32), u64>,
+    /// Managed memory that was found once and that nobody was asked about, by process.
+    suspects: BTreeMap<u32, u64>,
     /// By tenant index and GPU, nested tenants included.
     sums: BTreeMap<(u32, u32), Sums>,
 }
@@ -61,20 +59,20 @@ struct Added {
 
 /// What the ledger has of one process on one GPU.
 #[derive(Clone, Copy, Debug, Default)]
-struct Known {
+pub(super) struct Known {
     /// In all its accounts.
     charged: u64,
     /// Of that, for contexts.
     context: u64,
     /// Of that, managed memory.
-    managed: u64,
+    pub managed: u64,
     /// The tenant that pays for the contexts.
     payer: Option<u32>,
     groups: u64,
 }
 
 impl Known {
-    fn contexts(&self) -> u64 {
+    pub fn contexts(&self) -> u64 {
         self.groups.div_ceil(GROUPS_OF_CONTEXT)
     }
 }
@@ -84,7 +82,7 @@ impl Enforcer {
     pub(super) fn charge_contexts(&self) {
         let (known, homes) = self.known();
         let mut state = self.contexts();
-        state.managed = self.charge_managed(&known, &homes);
+        state.managed = self.charge_managed(&known, &homes, &mut state.suspects);
         let Some(snapshot) = self.telemetry.latest() else {
             return;
         };
@@ -216,93 +214,6 @@ impl Enforcer {
         Ok(())
     }
 
-    /// Charges managed memory by the ranges that processes have mapped; returns what is charged by tenant and GPU.
-    fn charge_managed(&self, known: &KnownByPlace, homes: &Homes) -> BTreeMap<(u32, u32), u64> {
-        let mut sums = BTreeMap::new();
-        let Some(node) = self.uvm_node() else {
-            return sums;
-        };
-        for (tgid, (_, gpu)) in homes {
-            let of_process = known.get(&(*tgid, *gpu)).copied().unwrap_or_default();
-            let Some((tenant, cgroup)) =
-                self.home(*tgid).filter(|(tenant, _)| *tenant != NO_TENANT)
-            else {
-                continue;
-            };
-            let Some(budget) = self.memory_budget(tenant, *gpu) else {
-                continue;
-            };
-            let all = known
-                .iter()
-                .filter(|((of, _), _)| of == tgid)
-                .map(|(_, known)| known.contexts())
-                .sum();
-            let ranges = match budget.managed {
-                Managed::Ignore => Ok(Vec::new()),
-                _ => managed::ranges(*tgid, node, all),
-            };
-            // A process that is gone gives its charges back in another way.
-            let Ok(ranges) = ranges else { continue };
-            let bytes: u64 = ranges.iter().map(|range| range.length).sum();
-            let grows = bytes > of_process.managed;
-            *sums.entry((tenant, *gpu)).or_default() += bytes;
-            if bytes == of_process.managed {
-                continue;
-            }
-            let charged = self.kernel.charge_apart(&ApartCharge {
-                tgid: *tgid,
-                gpu: *gpu,
-                tenant,
-                cgroup,
-                bytes,
-                report: grows && self.is_observed(*tgid),
-                managed: true,
-            });
-            if let Err(error) = charged {
-                error!(%error, tgid, "managed memory is not charged");
-            }
-            if grows && budget.managed == Managed::Deny {
-                self.answer_managed(tenant, *gpu, *tgid, bytes);
-            }
-        }
-        sums
-    }
-
-    /// A process has managed memory although its tenant may have none. The mapping that makes it passes every backend.
-    fn answer_managed(&self, tenant: u32, gpu: u32, tgid: u32, bytes: u64) {
-        self.notify(Notice::Breached {
-            tenant: self.name_of(tenant),
-            key: "memory.managed".to_owned(),
-            gpu,
-            pid: tgid,
-            requested: bytes,
-            used: bytes,
-            limit: 0,
-        });
-        let kills = self
-            .memory_budget(tenant, gpu)
-            .is_some_and(|memory| memory.on_breach == OnBreach::Kill);
-        if kills && self.choice.answers_breaches() && self.is_observed(tgid) {
-            warn!(
-                pid = tgid,
-                tenant = self.name_of(tenant),
-                "has managed memory, which memory.managed denies: it is ended"
-            );
-            self.endings.end(tgid, GRACE, || {
-                self.home(tgid).is_some_and(|(home, _)| home == tenant)
-            });
-        }
-    }
-
-    /// The driver's node for managed memory, where it was there at the start.
-    pub(super) fn uvm_node(&self) -> Option<DeviceKey> {
-        self.topology
-            .devices
-            .iter()
-            .find(|(_, device)| device.kind == device::UVM)
-            .map(|(key, _)| *key)
-    }
-
     /// Contexts of a process, on all GPUs.
     pub(super) fn contexts_of(&self, tgid: u32) -> u64 {
         let (known, _) = self.known();
@@ -314,7 +225,7 @@ impl Enforcer {
     }
 
     /// Whether all that a process did was seen.
-    fn is_observed(&self, tgid: u32) -> bool {
+    pub(super) fn is_observed(&self, tgid: u32) -> bool {
         self.kernel.process(tgid).is_some_and(|process| {
             process.flags & process_flags::ADOPTED == 0
                 && process.flags & process_flags::ACTIVE != 0
@@ -349,7 +260,7 @@ impl Enforcer {
     }
 
     /// The tenant and the cgroup of a process; `None` if it is gone.
-    fn home(&self, tgid: u32) -> Option<(u32, u64)> {
+    pub(super) fn home(&self, tgid: u32) -> Option<(u32, u64)> {
         let path = self.hierarchy.of_process(tgid).ok()?;
         let cgroup = self.hierarchy.id(&path).ok()??;
         Some((self.tenant_at(&path).unwrap_or(NO_TENANT), cgroup))

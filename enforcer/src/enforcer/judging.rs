@@ -6,7 +6,7 @@ use std::{
 };
 
 use gpuquota_common::{
-    map::{MAX_GPUS, ObjectKey, host_place},
+    map::{MAX_GPUS, ObjectKey, device, host_place},
     nvidia::{class, status},
 };
 use tracing::{error, warn};
@@ -18,7 +18,7 @@ use crate::{
     notify::{
         listener::{Enroll, Peer},
         protocol::{Metadata, ProcessState},
-        supervisor::{Judge, Verdict, Waiting},
+        supervisor::{Judge, Verdict, Waiting, refusal_of},
     },
 };
 
@@ -28,9 +28,9 @@ impl Enforcer {
         if !self.choice.supervised {
             return Verdict::Continue;
         }
-        if !self.is_driver_fd(waiting.thread, waiting.fd) {
+        let Some(device) = self.device_of(waiting.thread, waiting.fd) else {
             return Verdict::Continue;
-        }
+        };
         let Ok(path) = self.hierarchy.of_process(waiting.thread) else {
             // Gone: the answer finds nobody.
             return Verdict::Continue;
@@ -38,6 +38,13 @@ impl Enforcer {
         let Some(tenant) = self.tenant_at(&path) else {
             return Verdict::Continue;
         };
+        if let Some(range) = waiting.range {
+            return if device == device::UVM && !self.admits_managed(waiting, tenant, range) {
+                refusal_of(waiting)
+            } else {
+                Verdict::Continue
+            };
+        }
         if waiting.call.opaque != 0 {
             warn!(
                 thread = waiting.thread,
@@ -76,14 +83,18 @@ impl Enforcer {
         }
     }
 
-    fn is_driver_fd(&self, thread: u32, fd: u32) -> bool {
-        crate::driver::nvidia::key_of(std::path::Path::new(&format!("/proc/{thread}/fd/{fd}")))
-            .is_ok_and(|key| {
-                self.topology
-                    .devices
-                    .iter()
-                    .any(|(device, _)| *device == key)
-            })
+    /// The kind of the driver's device behind a descriptor; `None` for every other file.
+    fn device_of(&self, thread: u32, fd: u32) -> Option<u32> {
+        let path = format!("/proc/{thread}/fd/{fd}");
+        let key = crate::driver::nvidia::key_of(std::path::Path::new(&path)).ok()?;
+        if self.uvm_node() == Some(key) {
+            return Some(device::UVM);
+        }
+        self.topology
+            .devices
+            .iter()
+            .find(|(device, _)| *device == key)
+            .map(|(_, device)| device.kind)
     }
 
     /// The GPU that the parent of the new memory is on.
@@ -162,9 +173,7 @@ impl Judge for Delegate {
     fn judge(&self, waiting: &Waiting) -> Verdict {
         self.0
             .upgrade()
-            .map_or(Verdict::Refuse(status::NO_MEMORY), |enforcer| {
-                enforcer.decide(waiting)
-            })
+            .map_or(refusal_of(waiting), |enforcer| enforcer.decide(waiting))
     }
 
     fn withdraw(&self, waiting: &Waiting) {

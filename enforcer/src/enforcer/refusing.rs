@@ -5,6 +5,7 @@ use std::sync::Arc;
 use gpuquota_common::{
     event::{Event, kind},
     map::{RESERVATIONS, of_place, settings_flags},
+    nvidia::uvm,
 };
 use gpuquota_policy::{MemoryBudget, OnBreach, OnMemoryMax};
 use tracing::{info, warn};
@@ -57,6 +58,12 @@ pub(super) fn establish(
     if config.enforcement.daemon_loss == DaemonLoss::Open {
         flags |= settings_flags::OPEN_WITHOUT_DAEMON;
     }
+    if used
+        .iter()
+        .any(|hook| matches!(hook, DenyHook::Override | DenyHook::Lsm))
+    {
+        flags |= settings_flags::FAILS_CALLS;
+    }
     if choice.answers_breaches() {
         flags |= settings_flags::ANSWER_BREACHES;
     }
@@ -98,6 +105,10 @@ impl Enforcer {
                 self.make_room(event.tenant, event.gpu, event.bytes);
             }
             _ => {}
+        }
+        if event.kind == kind::DENIED && event.class == uvm::VALIDATE_VA_RANGE {
+            // `memory.on-max` is about amounts.
+            return;
         }
         let (pid, payer) = match event.kind {
             kind::DENIED => (process_of(event.tgid), event.tenant),

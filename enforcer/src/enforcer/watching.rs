@@ -15,6 +15,7 @@ use gpuquota_common::{
     map::{
         ORPHAN_CLIENT, ObjectKey, RESERVATIONS, counter, is_context, kind as object_kind, of_place,
     },
+    nvidia::uvm,
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tracing::{debug, error, warn};
@@ -184,6 +185,9 @@ impl Enforcer {
         let (gpu, is_host) = of_place(event.gpu);
         let others = event.limited_by == RESERVATIONS;
         let key = match (others, is_host) {
+            _ if event.kind == kind::DENIED && event.class == uvm::VALIDATE_VA_RANGE => {
+                "memory.managed"
+            }
             (true, _) => "memory.min",
             (false, true) => "memory.host",
             (false, false) => "memory.max",
@@ -289,6 +293,7 @@ impl Enforcer {
     /// Finds what no event told: processes that are gone, clients whose file is closed.
     pub(super) fn sweep(&self) {
         self.look_at_high();
+        self.find_managed_node();
         self.charge_contexts();
         if let Err(error) = self.bound_cards() {
             error!(%error, "cards could not be bounded");

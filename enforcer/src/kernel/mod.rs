@@ -239,6 +239,21 @@ pub struct ApartCharge {
     pub managed: bool,
 }
 
+impl ApartCharge {
+    fn words(&self, above: u64) -> [u64; 8] {
+        [
+            op::CHARGE_APART,
+            u64::from(self.tgid),
+            u64::from(self.tenant),
+            u64::from(self.gpu),
+            self.bytes,
+            self.cgroup,
+            above,
+            u64::from(self.managed),
+        ]
+    }
+}
+
 /// Answer to a request for admission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
@@ -595,6 +610,13 @@ impl Kernel {
         Ok(())
     }
 
+    /// Adds a device of the driver.
+    pub fn add_device(&self, key: DeviceKey, device: Device) -> Result<(), KernelError> {
+        lock(&self.devices)
+            .insert(key, device, 0)
+            .map_err(map_error("DEVICES"))
+    }
+
     /// Says which GPU the driver's device instance is.
     pub fn set_instance(&self, instance: u32, gpu: u32) -> Result<(), KernelError> {
         lock(&self.instances)
@@ -738,6 +760,23 @@ impl Kernel {
         self.operation(&[op::CANCEL, u64::from(thread)]).map(drop)
     }
 
+    /// Counts and reports that a thread may have no managed memory.
+    pub fn refuse_managed(
+        &self,
+        thread: u32,
+        tenant: u32,
+        gpu: u32,
+        bytes: u64,
+    ) -> Result<(), KernelError> {
+        self.done(&[
+            op::REFUSE_MANAGED,
+            u64::from(thread),
+            u64::from(tenant),
+            u64::from(gpu),
+            bytes,
+        ])
+    }
+
     /// Releases an object; one that is gone already is fine.
     pub fn release_object(&self, key: ObjectKey) -> Result<(), KernelError> {
         self.operation(&[
@@ -827,16 +866,24 @@ impl Kernel {
 
     /// Charges a process for what no call asks RM for, in place of what was charged before.
     pub fn charge_apart(&self, charge: &ApartCharge) -> Result<(), KernelError> {
-        self.done(&[
-            op::CHARGE_APART,
-            u64::from(charge.tgid),
-            u64::from(charge.tenant),
-            u64::from(charge.gpu),
-            charge.bytes,
-            charge.cgroup,
-            u64::from(charge.report),
-            u64::from(charge.managed),
-        ])
+        let above = if charge.report {
+            op::above::BREACH
+        } else {
+            op::above::CHARGE
+        };
+        self.done(&charge.words(above))
+    }
+
+    /// Charges a process apart, if no limit is in the way; returns whether it did.
+    pub fn admit_apart(&self, charge: &ApartCharge) -> Result<bool, KernelError> {
+        match self.operation(&charge.words(op::above::REFUSE))? {
+            op::result::OK => Ok(true),
+            op::result::DENIED => Ok(false),
+            answer => Err(KernelError::Operation {
+                operation: op::CHARGE_APART,
+                answer,
+            }),
+        }
     }
 
     /// Runs an operation that has to succeed.

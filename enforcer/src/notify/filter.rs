@@ -5,7 +5,7 @@ use std::{
     os::fd::{FromRawFd as _, OwnedFd, RawFd},
 };
 
-use gpuquota_common::nvidia::{IoctlCmd, nr, nvos02, nvos32, nvos64, xfer};
+use gpuquota_common::nvidia::{IoctlCmd, nr, nvos02, nvos32, nvos64, uvm, xfer};
 use libc::{
     BPF_ABS, BPF_ALU, BPF_AND, BPF_JEQ, BPF_JMP, BPF_K, BPF_LD, BPF_RET, BPF_W, SECCOMP_RET_ALLOW,
     SECCOMP_RET_ERRNO, SECCOMP_RET_USER_NOTIF, sock_filter, sock_fprog,
@@ -14,8 +14,8 @@ use libc::{
 /// Number and size of an ioctl command; type and direction are ignored by the driver, so by us.
 const CMD_MASK: u32 = 0x3fff_00ff;
 
-/// The driver calls that can take video memory or pin host memory, whichever file they go to.
-const ALLOCATING: [IoctlCmd; 5] = [
+/// The driver calls that can take video memory, pin host memory or make managed memory, whichever file they go to.
+const ALLOCATING: [IoctlCmd; 6] = [
     IoctlCmd {
         nr: nr::RM_ALLOC,
         size: nvos64::SIZE,
@@ -36,6 +36,7 @@ const ALLOCATING: [IoctlCmd; 5] = [
         nr: nr::IOCTL_XFER_CMD,
         size: xfer::SIZE,
     },
+    IoctlCmd::from_raw(uvm::VALIDATE_VA_RANGE),
 ];
 
 /// Whether the filter stops a command.

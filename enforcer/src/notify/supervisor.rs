@@ -14,10 +14,12 @@ use std::{
 
 use gpuquota_common::{
     map::call,
-    nvidia::{IoctlCmd, status, status_offset},
+    nvidia::{IoctlCmd, status, status_offset, uvm, uvm_args},
     rm::{self, Call, CallerMemory, Unreadable},
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use crate::managed::Range;
 
 /// A driver call that waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +34,8 @@ pub struct Waiting {
     pub arg: u64,
     /// What it means.
     pub call: Call,
+    /// The range that `nvidia-uvm` is asked about, if it is that: managed memory, or a context's own pool.
+    pub range: Option<Range>,
 }
 
 /// What to do with a waiting call.
@@ -41,11 +45,13 @@ pub enum Verdict {
     Continue,
     /// Answer it as the driver would, with this RM status.
     Refuse(u32),
+    /// Let the call fail with this error number.
+    Fail(i32),
 }
 
 /// Decides waiting calls.
 pub trait Judge {
-    /// What to do with a call. Only calls that allocate video memory are asked about.
+    /// What to do with a call. Only calls that allocate memory are asked about.
     fn judge(&self, waiting: &Waiting) -> Verdict;
     /// A call that was to go on is gone: its thread was killed or interrupted.
     fn withdraw(&self, waiting: &Waiting);
@@ -56,10 +62,22 @@ pub trait Judge {
 pub struct RefuseAll;
 
 impl Judge for RefuseAll {
-    fn judge(&self, _waiting: &Waiting) -> Verdict {
-        Verdict::Refuse(status::NO_MEMORY)
+    fn judge(&self, waiting: &Waiting) -> Verdict {
+        refusal_of(waiting)
     }
     fn withdraw(&self, _waiting: &Waiting) {}
+}
+
+/// The way to refuse a call for good.
+///
+/// libcuda passes over the driver's status where it asks about managed memory; `EPERM` is the error number that it has a
+/// CUDA error of its own for (800, not permitted; measured on 580.159.04).
+pub fn refusal_of(waiting: &Waiting) -> Verdict {
+    if waiting.range.is_some() {
+        Verdict::Fail(libc::EPERM)
+    } else {
+        Verdict::Refuse(status::NO_MEMORY)
+    }
 }
 
 /// Memory of a thread whose call waits.
@@ -162,6 +180,7 @@ fn answer_one(listener: &OwnedFd, judge: &dyn Judge) -> io::Result<()> {
                 response.flags = super::lower_half(libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE);
                 admitted = Some(waiting);
             }
+            Verdict::Fail(number) => response.error = -number,
             Verdict::Refuse(code) => {
                 if refuse(&memory, &waiting, code).is_err() {
                     response.error = -libc::EFAULT;
@@ -182,7 +201,7 @@ fn answer_one(listener: &OwnedFd, judge: &dyn Judge) -> io::Result<()> {
 }
 
 fn decide(judge: &dyn Judge, waiting: &Waiting) -> Verdict {
-    if waiting.call.call != call::ALLOC_MEMORY {
+    if waiting.call.call != call::ALLOC_MEMORY && waiting.range.is_none() {
         return Verdict::Continue;
     }
     judge.judge(waiting)
@@ -194,7 +213,17 @@ fn decode(
 ) -> Result<Waiting, Unreadable> {
     let [fd, cmd, arg, ..] = notification.data.args;
     // The kernel looks only at the lower halves of fd and command.
-    let outer = IoctlCmd::from_raw(super::lower_half(cmd));
+    let raw = super::lower_half(cmd);
+    let outer = IoctlCmd::from_raw(raw);
+    let range = if raw == uvm::VALIDATE_VA_RANGE {
+        let word = |at| memory.long(arg + at as u64).ok_or(Unreadable);
+        Some(Range {
+            base: word(uvm_args::BASE)?,
+            length: word(uvm_args::LENGTH)?,
+        })
+    } else {
+        None
+    };
     let (cmd, arg) = rm::unwrap_xfer(memory, outer, arg)?;
     let mut call = Call::default();
     rm::decode(memory, cmd, arg, &mut call)?;
@@ -204,6 +233,7 @@ fn decode(
         cmd,
         arg,
         call,
+        range,
     })
 }
 

@@ -230,6 +230,62 @@ fn check_trick(bed: &Bed, backend: &str, actor: &mut Actor, way: &str) -> (Strin
     (told, lives)
 }
 
+/// Managed memory that the tenant may not have: refused where a backend can fail the question about its range, else the
+/// process is ended once its mappings have been looked at.
+fn check_managed(bed: &Bed, backend: &str, way: &str, is_refused: bool, results: &mut Results) {
+    let (property, value, size) = match way {
+        "managed" => ("memory.max", "3GiB", "4GiB"),
+        _ => ("memory.managed", "deny", "64MiB"),
+    };
+    let change = QuotaChange {
+        tenant: "a".into(),
+        gpu: None,
+        properties: vec![(property.into(), value.into())],
+        runtime: true,
+    };
+    bed.call(async |client| client.set_quota(&change).await)
+        .expect("another policy");
+    let mut actor = workload(bed, backend, true);
+    let (told, lives) = ask(&mut actor, "1GiB", "malloc");
+    assert_eq!((told.as_str(), lives), ("allocated", true), "{backend}");
+    let before = bed.usage("a", 0);
+    let (mut told, lives) = ask(&mut actor, size, "managed");
+    let after = bed.usage("a", 0);
+    if is_refused {
+        assert!(
+            told.contains("CUDA_ERROR_NOT_PERMITTED"),
+            "{backend}: {told}\n{}",
+            bed.log()
+        );
+        assert!(lives, "{backend}");
+        assert_eq!(after.denials, before.denials + 1, "{backend}");
+        assert_eq!(after.memory.managed, before.memory.managed, "{backend}");
+        assert!(
+            actor.tell("alloc 512MiB").starts_with("allocated"),
+            "{backend}"
+        );
+        "CUDA error 800".clone_into(&mut told);
+    } else {
+        // It may be ended before it can say that it has got it.
+        if told == "allocated" {
+            let status = actor.ended();
+            assert_eq!(
+                killed_by(status),
+                Some(libc::SIGTERM),
+                "{backend}\n{}",
+                bed.log()
+            );
+            "signal 15".clone_into(&mut told);
+        }
+        assert_eq!(told, "signal 15", "{backend}");
+    }
+    results.say(&format!("CELL {backend} {way} {told}"));
+    drop(actor);
+    bed.call(async |client| client.reset_quota("a", &[property.into()]).await)
+        .expect("the policy as it was");
+    assert_eq!(bed.wait_for_nothing(PATIENCE), [], "{backend}");
+}
+
 /// Runs all ways of a kind against a backend.
 fn check_ways(
     bed: &Bed,
@@ -412,6 +468,10 @@ fn every_way_to_allocate_against_every_backend() {
         }
         let check = |actor: &mut Actor, way: &str| check_trick(&bed, name, actor, way);
         check_ways(&bed, name, false, &tricks, check, &mut results);
+        // How much there may be only a supervisor can tell, which reads what is mapped before it answers.
+        let can_fail = beside || ["override", "notify"].contains(&name);
+        check_managed(&bed, name, "managed", name == "notify", &mut results);
+        check_managed(&bed, name, "managed-deny", can_fail, &mut results);
         check_usable(&bed, name, &mut results);
     }
     // The same where nobody looks.

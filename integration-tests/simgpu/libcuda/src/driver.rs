@@ -641,7 +641,7 @@ fn replay(rm: &Rm, calls: &[Call], made: &mut Made, with: Replay<'_>) -> Result<
         Ref::Handle(handle) => bases.map(handle),
     };
     let mut sizes = scale.into_iter().flatten();
-    let mut range = (0, 0);
+    let mut at = UvmPlaces::default();
     for call in calls {
         match *call {
             Call::Alloc {
@@ -708,25 +708,53 @@ fn replay(rm: &Rm, calls: &[Call], made: &mut Made, with: Replay<'_>) -> Result<
                 cmd,
                 object: reference,
             } => replay_control(rm, made, object(reference), cmd, &card)?,
-            Call::Uvm(uvm::REGISTER_GPU) => {
-                let uuid = uuid.or(made.identity.uuid).ok_or(error::UNKNOWN)?;
-                rm.uvm_register_gpu(uuid)?;
-            }
-            Call::Uvm(uvm::CREATE_EXTERNAL_RANGE) => {
-                let (_, size) = made.memory.ok_or(error::UNKNOWN)?;
-                range = (address(size), size.next_multiple_of(MIB2));
-                rm.uvm_range(range.0, range.1)?;
-                made.ranges.push(range);
-            }
-            Call::Uvm(uvm::MAP_EXTERNAL_ALLOCATION) => {
-                let (memory, _) = made.memory.ok_or(error::UNKNOWN)?;
-                rm.uvm_map(range.0, range.1, memory)?;
-            }
-            Call::Uvm(cmd) => rm.uvm_plain(cmd)?,
+            Call::Uvm(cmd) => replay_uvm(rm, cmd, made, uuid, &mut at, address)?,
             Call::Free(_) | Call::Client => return Err(error::UNKNOWN),
         }
     }
     Ok(())
+}
+
+/// Addresses that one call to `nvidia-uvm` chooses and the next ones name.
+#[derive(Default)]
+struct UvmPlaces {
+    /// Base and length of the last range.
+    range: (u64, u64),
+    /// Base of the pool of semaphores.
+    pool: u64,
+}
+
+fn replay_uvm(
+    rm: &Rm,
+    cmd: u32,
+    made: &mut Made,
+    uuid: Option<[u8; 16]>,
+    at: &mut UvmPlaces,
+    address: &mut dyn FnMut(u64) -> u64,
+) -> Result<(), CuResult> {
+    match cmd {
+        uvm::REGISTER_GPU => {
+            let uuid = uuid.or(made.identity.uuid).ok_or(error::UNKNOWN)?;
+            rm.uvm_register_gpu(uuid)
+        }
+        uvm::CREATE_EXTERNAL_RANGE => {
+            let (_, size) = made.memory.ok_or(error::UNKNOWN)?;
+            at.range = (address(size), size.next_multiple_of(MIB2));
+            rm.uvm_range(at.range.0, at.range.1)?;
+            made.ranges.push(at.range);
+            Ok(())
+        }
+        uvm::MAP_EXTERNAL_ALLOCATION => {
+            let (memory, _) = made.memory.ok_or(error::UNKNOWN)?;
+            rm.uvm_map(at.range.0, at.range.1, memory)
+        }
+        uvm::ALLOC_SEMAPHORE_POOL => {
+            at.pool = address(MIB2);
+            rm.uvm_pool(at.pool, MIB2)
+        }
+        uvm::VALIDATE_VA_RANGE => rm.uvm_validate(at.pool, MIB2),
+        cmd => rm.uvm_plain(cmd),
+    }
 }
 
 fn replay_memory(

@@ -18,6 +18,8 @@ use crate::driver::{Context, Driver, lock};
 use crate::error::{self, CuResult};
 use crate::rm::{MemoryRequest, To};
 
+/// `UVM_DISABLE_READ_DUPLICATION`
+const DISABLE_READ_DUPLICATION: u32 = 45;
 const MIB: u64 = 1 << 20;
 /// `NV0000_CTRL_CMD_CLIENT_GET_ADDR_SPACE_TYPE`, asked before memory is mapped for the CPU.
 const CLIENT_GET_ADDR_SPACE_TYPE: u32 = 0xd01;
@@ -443,9 +445,11 @@ impl Memory {
             .checked_next_multiple_of(GRANULARITY)
             .ok_or(error::OUT_OF_MEMORY)?;
         let base = driver.rm.map_managed(length)?;
-        for cmd in [0x48, 0x2d] {
-            driver.rm.uvm_plain(cmd)?;
+        if let Err(error) = driver.rm.uvm_validate(base, length) {
+            unmap_host(base, length);
+            return Err(error);
         }
+        driver.rm.uvm_plain(DISABLE_READ_DUPLICATION)?;
         driver.rm.managed(managed::CREATE, 0, base, length)?;
         lock(&self.tables).allocations.insert(
             base,

@@ -417,6 +417,26 @@ impl Rm {
         ioctl(fd, cmd, &mut arg).map_err(|_| error::OPERATING_SYSTEM)
     }
 
+    /// Names the range of a pool of semaphores.
+    pub fn uvm_pool(&self, base: u64, length: u64) -> Result<(), CuResult> {
+        let mut arg = vec![0; UVM_SPACE];
+        put_u64(&mut arg, uvm_args::BASE, base);
+        put_u64(&mut arg, uvm_args::LENGTH, length);
+        ioctl(self.uvm.as_raw_fd(), uvm::ALLOC_SEMAPHORE_POOL, &mut arg)
+            .map_err(|_| error::OPERATING_SYSTEM)
+    }
+
+    /// Asks whether a range that was just mapped is one.
+    pub fn uvm_validate(&self, base: u64, length: u64) -> Result<(), CuResult> {
+        let mut arg = vec![0; UVM_SPACE];
+        put_u64(&mut arg, uvm_args::BASE, base);
+        put_u64(&mut arg, uvm_args::LENGTH, length);
+        ioctl(self.uvm.as_raw_fd(), uvm::VALIDATE_VA_RANGE, &mut arg).map_err(|errno| match errno {
+            libc::EPERM => error::NOT_PERMITTED,
+            _ => error::UNKNOWN,
+        })
+    }
+
     fn uvm_call(&self, cmd: u32, arg: &mut [u8], status_at: usize) -> Result<(), CuResult> {
         ioctl(self.uvm.as_raw_fd(), cmd, arg).map_err(|_| error::OPERATING_SYSTEM)?;
         match u32_at(arg, status_at) {

@@ -19,7 +19,8 @@ programs were given the 2 GiB. The kernel that is called the host's is the one t
 `out of memory` is what the driver itself says (CUDA error 2). `signal 15` is the end of a process that nothing could
 refuse, `signal 9` of one that changed its call after it had been looked at. `cold` has its parameters paged out, `finn`
 claims a form of parameters that is not decoded, `compat` is a 32-bit system call, `race` a second thread that raises the
-size behind the check. `not applicable`: the kernel serves no 32-bit calls, or nothing sees them (a kernel with
+size behind the check. `managed` is managed memory of 4 GiB, which only a supervisor refuses, and `managed-deny` some of it
+where `memory.managed` says that there is to be none. `not applicable`: the kernel serves no 32-bit calls, or nothing sees them (a kernel with
 neither kprobes nor security hooks, and a process without a listener).
 
 \"Usable\" is how much one process, or four at once, got of a limit in pieces that end at 2 MiB, as the driver counts it.
