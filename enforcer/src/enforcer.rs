@@ -62,7 +62,7 @@ use crate::{
     open_files::OpenFiles,
     policy_files::FileError,
     profile::Profiles,
-    telemetry::{Telemetry, TelemetryError},
+    telemetry::{EnergyReadings, Telemetry, TelemetryError},
     tenancy::{Seating, TenancyError},
     time::TimeControl,
 };
@@ -158,6 +158,7 @@ pub struct Enforcer {
     kernel: Arc<Kernel>,
     hierarchy: Hierarchy,
     telemetry: Telemetry,
+    energy: Arc<EnergyReadings>,
     topology: Topology,
     /// The driver's node for managed memory, once it is there.
     managed_node: OnceLock<DeviceKey>,
@@ -206,9 +207,11 @@ impl Enforcer {
     /// the policy does not load.
     pub fn start(config: Config) -> Result<(Arc<Self>, RingBuf<MapData>), EnforcerError> {
         let hierarchy = Hierarchy::open(config.cgroup_root.as_deref())?;
+        let energy: Arc<EnergyReadings> = Arc::default();
         let telemetry = Telemetry::nvml(
             config.enforcement.reconcile_interval,
             config.gpu.nvml_library.as_deref(),
+            Arc::clone(&energy),
         )
         .map_err(system("starting the NVML thread"))?;
         let snapshot = telemetry.first(NVML_PATIENCE)?;
@@ -265,6 +268,7 @@ impl Enforcer {
             kernel,
             hierarchy,
             telemetry,
+            energy,
             topology,
             managed_node: OnceLock::new(),
             host,

@@ -185,6 +185,8 @@ impl Enforcer {
                 let seen = latest
                     .as_ref()
                     .and_then(|last| last.cards.iter().find(|card| card.uuid == gpu.card.uuid));
+                let counter = seen.and_then(|card| card.energy_mj);
+                let apart = self.time.energy_apart(gpu.card.index).unwrap_or_default();
                 GpuSample {
                     index: gpu.card.index,
                     uuid: gpu.card.uuid.clone(),
@@ -194,13 +196,10 @@ impl Enforcer {
                     memory_used_by_processes: seen.and_then(Card::used_by_processes),
                     ledger: ledger.get(&gpu.card.index).copied().unwrap_or(0),
                     power_mw: seen.and_then(|card| card.power_mw),
-                    energy_mj: seen.and_then(|card| card.energy_mj),
+                    energy_mj: apart.board_mj.or(counter),
                     xids: self.faults().tally.of_gpu(gpu.card.index),
-                    energy_of_none_and_others: seen.and_then(|card| card.energy_mj).map(|_| {
-                        let spent = self.time.energy_of_none_and_others(gpu.card.index);
-                        let (none, others) = spent.unwrap_or_default();
-                        (none.joules, others.joules)
-                    }),
+                    energy_of_none_and_others: counter
+                        .map(|_| (apart.none.joules, apart.others.joules)),
                 }
             })
             .collect()

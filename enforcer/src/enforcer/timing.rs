@@ -27,6 +27,7 @@ impl Enforcer {
                     round: self.config.time.round,
                     period: self.config.time.period,
                 },
+                energy: Arc::clone(&self.energy),
                 library: self.config.gpu.nvml_library.clone(),
                 last_launch: Box::new(move |tgid| launches.last_launch(tgid)),
             })

@@ -222,9 +222,13 @@ impl Look {
         };
         let library = watched.upgrade().and_then(|watched| watched.library());
         let told = Arc::downgrade(&shared);
-        utilization::spawn(Arc::clone(&shared.questions), library, ASK, move |news| {
-            told.upgrade().is_some_and(|shared| shared.told(news))
-        })
+        utilization::spawn(
+            Arc::clone(&shared.questions),
+            library,
+            ASK,
+            None,
+            move |news| told.upgrade().is_some_and(|shared| shared.told(news)),
+        )
         .map_err(system("starting the thread that asks NVML"))?;
         thread::Builder::new()
             .name("idle-read".into())

@@ -3,6 +3,7 @@
 //! NVML may block for seconds, and a broken card can block it for good. So it runs on its own thread, and
 //! everybody else reads the last [`Snapshot`]; enforcement never waits for it.
 
+mod counter;
 mod nvml;
 
 use std::{
@@ -20,6 +21,7 @@ use tracing::warn;
 
 use crate::faults::PciAddress;
 
+pub use counter::EnergyReadings;
 pub use nvml::NvmlSource;
 
 /// Why NVML does not answer.
@@ -52,7 +54,7 @@ pub struct Card {
     pub memory_used: u64,
     /// What the board draws, milliwatts; absent where it does not tell.
     pub power_mw: Option<u32>,
-    /// What the board has used since the driver was loaded, millijoules; absent where it does not count.
+    /// What the board has used since the driver was loaded, millijoules, some seconds old; absent where it does not count.
     pub energy_mj: Option<u64>,
     /// Processes with a context: process id and bytes, absent where NVML does not tell.
     pub processes: Vec<(u32, Option<u64>)>,
@@ -114,9 +116,15 @@ impl Telemetry {
     }
 
     /// Starts with the NVML library at `library`, or where the loader finds it.
-    pub fn nvml(interval: Duration, library: Option<&Path>) -> io::Result<Self> {
+    pub fn nvml(
+        interval: Duration,
+        library: Option<&Path>,
+        energy: Arc<EnergyReadings>,
+    ) -> io::Result<Self> {
         let library = library.map(Path::to_owned);
-        Self::spawn(interval, move || NvmlSource::open(library.as_deref()))
+        Self::spawn(interval, move || {
+            NvmlSource::open(library.as_deref(), Arc::clone(&energy))
+        })
     }
 
     /// The first answer, or an error once `patience` is over.

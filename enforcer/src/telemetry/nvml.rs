@@ -1,18 +1,27 @@
 //! NVML as a [`Source`].
 
-use std::{ffi::OsStr, path::Path, time::Instant};
+use std::{
+    ffi::OsStr,
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use nvml_wrapper::{Device, Nvml, enums::device::UsedGpuMemory, error::NvmlError};
 
 use crate::faults::PciAddress;
 
-use super::{Card, Snapshot, Source, TelemetryError};
+use super::{Card, EnergyReadings, Snapshot, Source, TelemetryError};
+
+/// The energy counter of a GPU that no tenant uses is read this often.
+const ENERGY_EVERY: Duration = Duration::from_secs(10);
 
 /// The library, initialised.
 pub struct NvmlSource {
     nvml: Nvml,
     /// What does not change while a card is there, by index; asked once, since every question costs the driver's lock.
     plates: Vec<Plate>,
+    energy: Arc<EnergyReadings>,
 }
 
 /// The lasting facts of a card.
@@ -25,7 +34,10 @@ struct Plate {
 
 impl NvmlSource {
     /// Loads `library`, or what the loader finds under the usual name, and initialises it.
-    pub fn open(library: Option<&Path>) -> Result<Self, TelemetryError> {
+    pub fn open(
+        library: Option<&Path>,
+        energy: Arc<EnergyReadings>,
+    ) -> Result<Self, TelemetryError> {
         let name = library.map_or(OsStr::new("libnvidia-ml.so.1"), Path::as_os_str);
         Nvml::builder()
             .lib_path(name)
@@ -33,6 +45,7 @@ impl NvmlSource {
             .map(|nvml| Self {
                 nvml,
                 plates: Vec::new(),
+                energy,
             })
             .map_err(|error| TelemetryError::Nvml(format!("{}: {error}", name.to_string_lossy())))
     }
@@ -56,7 +69,14 @@ impl NvmlSource {
         }
         let cards = (0..count)
             .zip(&self.plates)
-            .map(|(index, plate)| card(index, plate, &self.nvml.device_by_index(index)?))
+            .map(|(index, plate)| {
+                card(
+                    index,
+                    plate,
+                    &self.nvml.device_by_index(index)?,
+                    &self.energy,
+                )
+            })
             .collect::<Result<_, _>>()?;
         Ok(Snapshot {
             driver_version: self.nvml.sys_driver_version()?,
@@ -78,7 +98,12 @@ fn plate(device: &Device<'_>) -> Result<Plate, NvmlError> {
     })
 }
 
-fn card(index: u32, plate: &Plate, device: &Device<'_>) -> Result<Card, NvmlError> {
+fn card(
+    index: u32,
+    plate: &Plate,
+    device: &Device<'_>,
+    energy: &EnergyReadings,
+) -> Result<Card, NvmlError> {
     let memory = device.memory_info()?;
     let processes = device
         .running_compute_processes()?
@@ -100,7 +125,9 @@ fn card(index: u32, plate: &Plate, device: &Device<'_>) -> Result<Card, NvmlErro
         memory_total: memory.total,
         memory_used: memory.used,
         power_mw: device.power_usage().ok(),
-        energy_mj: device.total_energy_consumption().ok(),
+        energy_mj: energy.read(index, ENERGY_EVERY, || {
+            device.total_energy_consumption().ok()
+        }),
         processes,
     })
 }

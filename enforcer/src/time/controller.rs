@@ -11,7 +11,7 @@ use std::{
         mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError},
     },
     thread::{self, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use gpuquota_common::{
@@ -21,7 +21,7 @@ use gpuquota_common::{
 use tracing::{error, info, warn};
 
 use super::{
-    energy::Spent,
+    energy::Apart,
     engine::{Engine, Levers as _, Settings},
     gpu::{LINGER, Told},
     handles::Place,
@@ -34,6 +34,7 @@ use crate::{
     control::{TenantTime, Uncontrolled},
     kernel::Kernel,
     lifecycle::Proc,
+    telemetry::EnergyReadings,
 };
 
 /// Messages that may wait. More than that, and everything is looked at anew instead.
@@ -95,7 +96,7 @@ struct Shared {
     /// What an admin has to know, by GPU.
     notes: Mutex<Vec<(u32, String)>>,
     /// Energy of nobody and of processes in no tenant, by GPU.
-    energy: Mutex<BTreeMap<u32, (Spent, Spent)>>,
+    energy: Mutex<BTreeMap<u32, Apart>>,
     /// For bug reports.
     dump: Mutex<serde_json::Value>,
     /// A policy that came into force.
@@ -117,6 +118,8 @@ pub struct Parts {
     pub node: DeviceKey,
     /// Round and period.
     pub settings: Settings,
+    /// The boards' energy counters.
+    pub energy: Arc<EnergyReadings>,
     /// The NVML library.
     pub library: Option<PathBuf>,
     /// When a process launched last, on `CLOCK_MONOTONIC`, if its launches are counted.
@@ -162,6 +165,7 @@ impl TimeControl {
             Arc::clone(&questions),
             parts.library.clone(),
             interval,
+            Some(Arc::clone(&parts.energy)),
             move |news| {
                 !matches!(
                     sender.try_send(Message::Utilization(news)),
@@ -291,8 +295,8 @@ impl TimeControl {
             .clone()
     }
 
-    /// Energy of a GPU that nobody used, and that of processes in no tenant; `None` where it is not known.
-    pub fn energy_of_none_and_others(&self, gpu: u32) -> Option<(Spent, Spent)> {
+    /// Energy of a GPU that is no tenant's; `None` where it is not known.
+    pub fn energy_apart(&self, gpu: u32) -> Option<Apart> {
         self.shared
             .energy
             .lock()
@@ -390,6 +394,8 @@ impl Worker {
             }
             let probed = self.look_at_launches();
             wait = self.engine.step(&mut self.levers);
+            self.questions
+                .keep_clear_of(Instant::now().checked_add(wait));
             if probed {
                 wait = wait.min(LAUNCH_POLL);
             }
@@ -485,6 +491,17 @@ impl Worker {
             }
             handle = object.parent;
         }
+    }
+
+    /// Counters of GPUs that are not asked about any more are old.
+    fn energy_apart(&self) -> BTreeMap<u32, Apart> {
+        let mut apart = self.engine.energy_apart();
+        for (gpu, apart) in &mut apart {
+            if !self.asked.contains(gpu) {
+                apart.board_mj = None;
+            }
+        }
+        apart
     }
 
     fn utilization(&mut self, news: Utilization, now: Duration) {
@@ -610,7 +627,7 @@ impl Worker {
             .shared
             .energy
             .lock()
-            .unwrap_or_else(PoisonError::into_inner) = self.engine.energy_of_none_and_others();
+            .unwrap_or_else(PoisonError::into_inner) = self.energy_apart();
         let mut notes: Vec<(u32, String)> = self
             .unknown
             .iter()

@@ -3,7 +3,7 @@
 //! NVML tells the energy of the whole board. What the board draws when nobody uses it is learned, and goes on beside any work
 //! for the time that nobody does; the rest is divided by GPU time. The parts always add up to what the board used.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 /// Below this part of a span a GPU counts as idle, and its power as idle power.
 const IDLE: f64 = 0.005;
@@ -34,6 +34,30 @@ impl Spent {
     }
 }
 
+/// Energy of a board that is no tenant's.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Apart {
+    /// Nobody used it.
+    pub none: Spent,
+    /// Processes in no tenant used it.
+    pub others: Spent,
+    /// What the board's counter said when all was divided, millijoules: parts and board add up to it.
+    pub board_mj: Option<u64>,
+}
+
+/// GPU time of which the energy is not known yet.
+#[derive(Clone, Debug, Default)]
+pub struct Pending {
+    /// The time that it was used in.
+    pub span: Duration,
+    /// All of it, microseconds.
+    pub all_us: u64,
+    /// By tenant, what is inside a tenant counted to it too, microseconds.
+    pub tenants_us: BTreeMap<u32, u64>,
+    /// By processes in no tenant, microseconds.
+    pub others_us: u64,
+}
+
 /// What a span's energy was used for, in joules.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Split {
@@ -51,6 +75,11 @@ pub struct Board {
 }
 
 impl Board {
+    /// What the counter said last, millijoules.
+    pub fn counter_mj(&self) -> Option<u64> {
+        self.counter_mj
+    }
+
     /// Takes the board's counter at the end of a span in which the part `busy` of its time was used. `None` at first, and after
     /// the counter began anew (the driver was loaded again).
     pub fn observe(&mut self, counter_mj: u64, span: Duration, busy: f64) -> Option<Split> {

@@ -15,7 +15,7 @@ use tracing::{debug, info, warn};
 
 use super::{
     act::{ActError, Client},
-    energy::Spent,
+    energy::Apart,
     gpu::{Context, Gpu, Member, Told, chain},
     handles::{Held, Place, Registry},
     rules::{Reason, Rules},
@@ -261,11 +261,11 @@ impl Engine {
         self.gpus.get(&gpu)
     }
 
-    /// Energy that nobody used and that of processes in no tenant, by GPU.
-    pub fn energy_of_none_and_others(&self) -> BTreeMap<u32, (Spent, Spent)> {
+    /// Energy that is no tenant's, by GPU.
+    pub fn energy_apart(&self) -> BTreeMap<u32, Apart> {
         self.gpus
             .iter()
-            .map(|(gpu, state)| (*gpu, state.energy_of_none_and_others()))
+            .map(|(gpu, state)| (*gpu, state.energy_apart()))
             .collect()
     }
 

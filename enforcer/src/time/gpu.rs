@@ -8,7 +8,7 @@ use std::{
 use super::{
     account::{Busy, Meter},
     ceiling::{self, Ceiling},
-    energy::{Board, Spent},
+    energy::{Apart, Board, Pending, Spent},
     latency::{FROZEN_STEP, Squeeze, wait_for_turn},
     pressure::{self, Pressure, Use},
     priority::{self, Door, Ranked, Unwanted},
@@ -143,6 +143,7 @@ pub struct Gpu {
     board: Board,
     idle_energy: Spent,
     other_energy: Spent,
+    pending: Pending,
     /// Tenants with members, and the tenants around them.
     present: BTreeSet<u32>,
     capped: BTreeMap<u32, Capped>,
@@ -397,9 +398,20 @@ impl Gpu {
         }
         self.measure(context, now);
         self.feel(context, (from_us, known_us), busy);
+        self.pending.span += Duration::from_micros(known_us - from_us);
+        for busy in busy {
+            self.pending.all_us += busy.busy_us;
+            match tenants.get(&busy.tgid) {
+                Some(tenant) => {
+                    for tenant in chain(context.rules, *tenant) {
+                        *self.pending.tenants_us.entry(tenant).or_default() += busy.busy_us;
+                    }
+                }
+                None => self.pending.others_us += busy.busy_us,
+            }
+        }
         if let Some(counter_mj) = told.energy_mj {
-            let span = Duration::from_micros(known_us - from_us);
-            self.spend(context, span, busy, counter_mj, &tenants);
+            self.spend(counter_mj);
         }
         let lending = self.find_idle(now);
         // Silence does not say whether somebody waits.
@@ -439,47 +451,39 @@ impl Gpu {
         })
     }
 
-    /// Divides the energy of a span by GPU time.
-    fn spend(
-        &mut self,
-        context: &Context<'_>,
-        span: Duration,
-        busy: &[Busy],
-        counter_mj: u64,
-        tenants: &BTreeMap<u32, u32>,
-    ) {
-        let all: u64 = busy.iter().map(|busy| busy.busy_us).sum();
-        let share = part(all, micros(span)).min(1.0);
+    /// Divides the energy that was used since the last reading by the GPU time since then.
+    fn spend(&mut self, counter_mj: u64) {
+        let Pending {
+            span,
+            all_us,
+            tenants_us,
+            others_us,
+        } = std::mem::take(&mut self.pending);
+        let share = part(all_us, micros(span)).min(1.0);
         let Some(split) = self.board.observe(counter_mj, span, share) else {
             return;
         };
-        let mut spent: BTreeMap<u32, f64> = BTreeMap::new();
-        let mut others = 0.0;
-        for busy in busy {
-            let joules = split.users * part(busy.busy_us, all);
-            match tenants.get(&busy.tgid) {
-                Some(tenant) => {
-                    for tenant in chain(context.rules, *tenant) {
-                        *spent.entry(tenant).or_default() += joules;
-                    }
-                }
-                None => others += joules,
-            }
-        }
         self.idle_energy.add(split.idle, span);
-        self.other_energy.add(others, span);
-        for tenant in spent.keys() {
+        self.other_energy
+            .add(split.users * part(others_us, all_us), span);
+        for tenant in tenants_us.keys() {
             self.accounts.entry(*tenant).or_default();
         }
         for (tenant, account) in &mut self.accounts {
-            let joules = spent.get(tenant).copied().unwrap_or_default();
-            account.energy.add(joules, span);
+            let used_us = tenants_us.get(tenant).copied().unwrap_or_default();
+            account
+                .energy
+                .add(split.users * part(used_us, all_us), span);
         }
     }
 
-    /// Energy that nobody used, and energy of processes in no tenant.
-    pub fn energy_of_none_and_others(&self) -> (Spent, Spent) {
-        (self.idle_energy, self.other_energy)
+    /// Energy that is no tenant's.
+    pub fn energy_apart(&self) -> Apart {
+        Apart {
+            none: self.idle_energy,
+            others: self.other_energy,
+            board_mj: self.board.counter_mj(),
+        }
     }
 
     /// The driver does not tell the use of this GPU. Whether slices have to be divided anew.

@@ -13,11 +13,13 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use nvml_wrapper::{Nvml, error::NvmlError};
 use tracing::{debug, warn};
+
+use crate::telemetry::EnergyReadings;
 
 use super::{
     account::{Answers, Busy, Sample},
@@ -26,6 +28,14 @@ use super::{
 
 /// Time after which a library that failed is opened again.
 const REOPEN: Duration = Duration::from_secs(5);
+
+/// The energy counter is read this often, and GPU time divides what was used meanwhile.
+const ENERGY_EVERY: Duration = Duration::from_secs(2);
+
+/// What a question and a reading of the energy counter take at most, or nearly.
+const ROOM: Duration = Duration::from_millis(10);
+/// What freezing or thawing takes.
+const ACTION: Duration = Duration::from_millis(2);
 
 /// What was learned.
 #[derive(Clone, Debug)]
@@ -38,7 +48,8 @@ pub enum Utilization {
         known_us: u64,
         /// What was used since the last answer.
         busy: Vec<Busy>,
-        /// What the board has used since the driver was loaded, millijoules; absent where the board does not count it.
+        /// What the board has used since the driver was loaded, millijoules; absent where the board does not count it, and most
+        /// times: see [`EnergyReadings`].
         energy_mj: Option<u64>,
         /// Part of the last moments in which the board ran anything, 0 to 1; absent where the board does not tell.
         board: Option<f64>,
@@ -63,6 +74,8 @@ pub enum Utilization {
 #[derive(Default)]
 pub struct Questions {
     gpus: Mutex<BTreeSet<u32>>,
+    /// When something is to be frozen or thawed next; see [`Questions::keep_clear_of`].
+    next: Mutex<Option<Instant>>,
     stop: AtomicBool,
 }
 
@@ -70,6 +83,24 @@ impl Questions {
     /// GPUs to ask about.
     pub fn ask_about(&self, gpus: BTreeSet<u32>) {
         *self.gpus.lock().unwrap_or_else(PoisonError::into_inner) = gpus;
+    }
+
+    /// Says when the driver will be needed next. A question holds its lock for 2 ms, the energy counter for 8 (measured on an
+    /// H200), and who freezes waits for that.
+    pub fn keep_clear_of(&self, next: Option<Instant>) {
+        *self.next.lock().unwrap_or_else(PoisonError::into_inner) = next;
+    }
+
+    /// Waits until there is time for a question, but not long.
+    fn wait_for_room(&self) {
+        for _ in 0..2 {
+            let next = *self.next.lock().unwrap_or_else(PoisonError::into_inner);
+            let until = next.and_then(|next| next.checked_duration_since(Instant::now()));
+            match until {
+                Some(until) if until < ROOM => thread::sleep(until + ACTION),
+                _ => return,
+            }
+        }
     }
 
     /// Ends the thread after the question in progress.
@@ -89,11 +120,13 @@ impl Questions {
     }
 }
 
-/// Starts the thread; it asks every `interval` and gives what it learns to `tell`, until that returns false.
+/// Starts the thread; it asks every `interval` and gives what it learns to `tell`, until that returns false. Without `energy` it
+/// does not ask for that.
 pub fn spawn(
     questions: Arc<Questions>,
     library: Option<PathBuf>,
     interval: Duration,
+    energy: Option<Arc<EnergyReadings>>,
     mut tell: impl FnMut(Utilization) -> bool + Send + 'static,
 ) -> io::Result<()> {
     thread::Builder::new()
@@ -103,7 +136,7 @@ pub fn spawn(
             while !questions.stopped() {
                 match open(name.as_os_str()) {
                     Ok(nvml) => {
-                        if !ask(&nvml, &questions, interval, &mut tell) {
+                        if !ask(&nvml, &questions, interval, energy.as_deref(), &mut tell) {
                             return;
                         }
                     }
@@ -124,10 +157,12 @@ fn ask(
     nvml: &Nvml,
     questions: &Questions,
     interval: Duration,
+    energy: Option<&EnergyReadings>,
     tell: &mut dyn FnMut(Utilization) -> bool,
 ) -> bool {
     let mut answers: BTreeMap<u32, Answers> = BTreeMap::new();
     let mut divided: BTreeMap<u32, bool> = BTreeMap::new();
+    let mut counters: BTreeMap<u32, u64> = BTreeMap::new();
     while !questions.stopped() {
         let gpus = questions.gpus();
         answers.retain(|gpu, _| gpus.contains(gpu));
@@ -149,6 +184,7 @@ fn ask(
             if now_divided {
                 continue;
             }
+            questions.wait_for_room();
             let asked = wall_us();
             let follow = answers.entry(gpu).or_insert_with(|| Answers::new(asked));
             let samples = match device.process_utilization_stats(follow.since()) {
@@ -182,11 +218,17 @@ fn ask(
                 .collect();
             let busy = follow.take(asked, &samples);
             let known_us = follow.since();
+            // Told once each: what was used since the last reading belongs to all the time since then.
+            let energy_mj = energy
+                .and_then(|energy| {
+                    energy.read(gpu, ENERGY_EVERY, || device.total_energy_consumption().ok())
+                })
+                .filter(|counter| counters.insert(gpu, *counter) != Some(*counter));
             if !tell(Utilization::Used {
                 gpu,
                 known_us,
                 busy,
-                energy_mj: device.total_energy_consumption().ok(),
+                energy_mj,
                 board: device
                     .utilization_rates()
                     .ok()

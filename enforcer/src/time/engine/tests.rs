@@ -652,7 +652,8 @@ fn energy_follows_gpu_time_and_adds_up_to_the_boards() {
     live(&mut engine, &mut model, length, Duration::ZERO, true);
     let gpu = engine.gpu(0).expect("the GPU");
     let spent = |tenant| gpu.account(tenant).expect("an account").energy;
-    let (idle, others) = gpu.energy_of_none_and_others();
+    let apart = gpu.energy_apart();
+    let (idle, others) = (apart.none, apart.others);
     let ratio = spent(0).joules / spent(1).joules;
     assert!((2.7..3.3).contains(&ratio), "{ratio}");
     assert!(others.joules.abs() < 1e-9 && spent(0).watts > spent(1).watts);
