@@ -68,13 +68,16 @@ impl Enforcer {
         if strangers.is_empty() {
             return;
         }
-        let known: BTreeSet<u32> = self
-            .kernel
-            .structure()
-            .into_iter()
-            .filter(|(_, object)| object.kind == kind::CHANNEL_GROUP)
-            .map(|(_, object)| object.tgid)
-            .collect();
+        let structure = self.kernel.structure();
+        let with = |wanted: u32| -> BTreeSet<u32> {
+            structure
+                .iter()
+                .filter(|(_, object)| object.kind == wanted)
+                .map(|(_, object)| object.tgid)
+                .collect()
+        };
+        let (known, clients) = (with(kind::CHANNEL_GROUP), with(kind::CLIENT));
+        let since = self.processes.started(std::process::id());
         for (tgid, gpus) in strangers {
             let Some(process) = here.iter().find(|(here, _)| *here == tgid) else {
                 continue;
@@ -84,7 +87,9 @@ impl Enforcer {
                 continue;
             };
             seen.settled.insert(*process);
-            if known.contains(&tgid) {
+            // One that came after the daemon was seen from its first call on: without a channel there is nothing to control.
+            let is_younger = since.is_some_and(|since| process.1 > since);
+            if known.contains(&tgid) || is_younger && clients.contains(&tgid) {
                 continue;
             }
             match self.adopt(tgid, tenant, cgroup) {

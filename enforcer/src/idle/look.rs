@@ -330,13 +330,13 @@ impl Shared {
                 gpu,
                 known_us,
                 busy,
-                energy_mj,
+                energy,
                 board,
             } => {
                 let told = Told {
                     known_us,
                     busy: &busy,
-                    energy_mj,
+                    energy,
                     board,
                 };
                 let missed = told.is_silent();

@@ -34,6 +34,22 @@ impl EnergyReadings {
         known.insert(gpu, (Instant::now(), counter));
         counter
     }
+
+    /// What a GPU's counter says now, if it was not asked in this way for `every`: who divides what was used has to know when
+    /// it was used, so what others have read a moment ago is of no use.
+    pub fn fresh(
+        &self,
+        gpu: u32,
+        every: Duration,
+        last: &mut BTreeMap<u32, Instant>,
+        read: impl FnOnce() -> Option<u64>,
+    ) -> Option<u64> {
+        if last.get(&gpu).is_some_and(|last| last.elapsed() < every) {
+            return None;
+        }
+        last.insert(gpu, Instant::now());
+        self.read(gpu, Duration::ZERO, read)
+    }
 }
 
 #[cfg(test)]
@@ -48,6 +64,14 @@ mod tests {
         assert_eq!(readings.read(0, long, || panic!("read again")), Some(5));
         assert_eq!(readings.read(1, long, || Some(7)), Some(7));
         assert_eq!(readings.read(0, Duration::ZERO, || Some(6)), Some(6));
+        // Who has to know when it was read is not told what was read before.
+        let mut last = BTreeMap::new();
+        assert_eq!(readings.fresh(0, long, &mut last, || Some(8)), Some(8));
+        assert_eq!(
+            readings.fresh(0, long, &mut last, || panic!("read again")),
+            None
+        );
+        assert_eq!(readings.read(0, long, || panic!("read again")), Some(8));
         // Of a board that does not count that is known, too.
         assert_eq!(readings.read(2, long, || None), None);
         assert_eq!(readings.read(2, long, || panic!("read again")), None);

@@ -510,14 +510,14 @@ impl Worker {
                 gpu,
                 known_us,
                 busy,
-                energy_mj,
+                energy,
                 board,
             } => {
                 self.unknown.remove(&gpu);
                 let told = Told {
                     known_us,
                     busy: &busy,
-                    energy_mj,
+                    energy,
                     board,
                 };
                 self.engine.used(gpu, &told, now, self.levers.wall_us());

@@ -45,11 +45,18 @@ pub struct Apart {
     pub board_mj: Option<u64>,
 }
 
+/// What a board's counter said.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reading {
+    /// When, microseconds since 1970.
+    pub at_us: u64,
+    /// Energy so far, millijoules.
+    pub counter_mj: u64,
+}
+
 /// GPU time of which the energy is not known yet.
 #[derive(Clone, Debug, Default)]
 pub struct Pending {
-    /// The time that it was used in.
-    pub span: Duration,
     /// All of it, microseconds.
     pub all_us: u64,
     /// By tenant, what is inside a tenant counted to it too, microseconds.
@@ -70,42 +77,46 @@ pub struct Split {
 /// The energy of one board.
 #[derive(Clone, Debug, Default)]
 pub struct Board {
-    counter_mj: Option<u64>,
+    last: Option<Reading>,
     idle_watts: Option<f64>,
 }
 
 impl Board {
     /// What the counter said last, millijoules.
     pub fn counter_mj(&self) -> Option<u64> {
-        self.counter_mj
+        self.last.map(|reading| reading.counter_mj)
     }
 
-    /// Takes the board's counter at the end of a span in which the part `busy` of its time was used. `None` at first, and after
-    /// the counter began anew (the driver was loaded again).
-    pub fn observe(&mut self, counter_mj: u64, span: Duration, busy: f64) -> Option<Split> {
-        let before = self.counter_mj.replace(counter_mj)?;
+    /// Takes a reading at the end of a span in which the GPU was used for `busy`; returns what the energy was used for, and how long
+    /// the span was. `None` at first, and after the counter began anew (the driver was loaded again).
+    pub fn observe(&mut self, reading: Reading, busy: Duration) -> Option<(Split, Duration)> {
+        let before = self.last.replace(reading)?;
+        let span = Duration::from_micros(reading.at_us.checked_sub(before.at_us)?);
         let seconds = span.as_secs_f64();
-        #[expect(clippy::cast_precision_loss, reason = "millijoules of one look")]
-        let used = counter_mj.checked_sub(before)? as f64 / 1000.0;
+        #[expect(clippy::cast_precision_loss, reason = "millijoules of some seconds")]
+        let used = reading.counter_mj.checked_sub(before.counter_mj)? as f64 / 1000.0;
         if seconds <= 0.0 {
             return None;
         }
+        let busy = (busy.as_secs_f64() / seconds).min(1.0);
         let watts = used / seconds;
         if busy < IDLE {
             let learned = self.idle_watts.get_or_insert(watts);
             *learned += (watts - *learned) * LEARN;
-            return Some(Split {
+            let split = Split {
                 idle: used,
                 users: 0.0,
-            });
+            };
+            return Some((split, span));
         }
         // Before idle power is known, idle time costs what the average time does.
-        let idle = self.idle_watts.unwrap_or(watts) * seconds * (1.0 - busy).clamp(0.0, 1.0);
+        let idle = self.idle_watts.unwrap_or(watts) * seconds * (1.0 - busy);
         let idle = idle.min(used);
-        Some(Split {
+        let split = Split {
             idle,
             users: used - idle,
-        })
+        };
+        Some((split, span))
     }
 }
 
@@ -117,28 +128,41 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
+    fn at(second: u64, counter_mj: u64) -> Reading {
+        Reading {
+            at_us: 7_000_000 + second * 1_000_000,
+            counter_mj,
+        }
+    }
+
     #[test]
     fn idle_power_is_learned_and_stays_apart() {
         let mut board = Board::default();
-        assert_eq!(board.observe(5_000, SECOND, 0.0), None);
+        assert_eq!(board.observe(at(0, 5_000), Duration::ZERO), None);
         for second in 1..=60 {
-            let split = board.observe(5_000 + second * 80_000, SECOND, 0.0);
-            assert_eq!(split.map(|split| split.users), Some(0.0));
+            let split = board.observe(at(second, 5_000 + second * 80_000), Duration::ZERO);
+            assert_eq!(
+                split.map(|(split, span)| (split.users, span)),
+                Some((0.0, SECOND))
+            );
         }
         // Half a second of work at 580 W, half a second idle at 80 W.
-        let split = board
-            .observe(5_000 + 60 * 80_000 + 330_000, SECOND, 0.5)
+        let (split, _) = board
+            .observe(at(61, 5_000 + 60 * 80_000 + 330_000), SECOND / 2)
             .expect("a split");
         assert!((split.idle - 40.0).abs() < 0.1, "{split:?}");
         assert!((split.users - 290.0).abs() < 0.1, "{split:?}");
+        assert_eq!(board.counter_mj(), Some(5_135_000));
     }
 
     #[test]
     fn a_counter_that_begins_anew_is_no_energy() {
         let mut board = Board::default();
-        board.observe(5_000, SECOND, 0.5);
-        assert_eq!(board.observe(10, SECOND, 0.5), None);
-        assert!(board.observe(20, SECOND, 0.5).is_some());
+        board.observe(at(0, 5_000), SECOND / 2);
+        assert_eq!(board.observe(at(1, 10), SECOND / 2), None);
+        assert!(board.observe(at(2, 20), SECOND / 2).is_some());
+        // Nor is a clock that was set back a span.
+        assert_eq!(board.observe(at(1, 30), SECOND / 2), None);
     }
 
     #[test]
@@ -160,10 +184,10 @@ mod tests {
         fn parts_are_never_negative_and_add_up(steps in prop::collection::vec((0..1_000_000_u64, 0.0..=1.0_f64), 1..50)) {
             let mut board = Board::default();
             let mut counter = 0;
-            board.observe(counter, SECOND, 0.0);
-            for (more, busy) in steps {
+            board.observe(at(0, counter), Duration::ZERO);
+            for (second, (more, busy)) in (1..).zip(steps) {
                 counter += more;
-                let split = board.observe(counter, SECOND, busy).expect("a split");
+                let (split, _) = board.observe(at(second, counter), SECOND.mul_f64(busy)).expect("a split");
                 prop_assert!(split.idle >= 0.0 && split.users >= 0.0);
                 #[expect(clippy::cast_precision_loss, reason = "small")]
                 let used = more as f64 / 1000.0;

@@ -8,7 +8,7 @@ use std::{
 use super::{
     account::{Busy, Meter},
     ceiling::{self, Ceiling},
-    energy::{Apart, Board, Pending, Spent},
+    energy::{Apart, Board, Pending, Reading, Spent},
     latency::{FROZEN_STEP, Squeeze, wait_for_turn},
     pressure::{self, Pressure, Use},
     priority::{self, Door, Ranked, Unwanted},
@@ -121,8 +121,8 @@ pub struct Told<'a> {
     pub known_us: u64,
     /// GPU time since the last answer.
     pub busy: &'a [Busy],
-    /// What the board has used so far, millijoules.
-    pub energy_mj: Option<u64>,
+    /// What the board has used, if it was read.
+    pub energy: Option<Reading>,
     /// Part of the last moments in which the board ran anything, 0 to 1, if it tells.
     pub board: Option<f64>,
 }
@@ -144,6 +144,13 @@ pub struct Gpu {
     idle_energy: Spent,
     other_energy: Spent,
     pending: Pending,
+    /// Readings up to which GPU time is not known yet, oldest first.
+    readings: VecDeque<Reading>,
+    /// Use of the board since GPU time was known last: when it was told last, the time since then, and the part of it in which the
+    /// board ran anything.
+    board_told: Option<Duration>,
+    board_span: Duration,
+    board_ran: Duration,
     /// Tenants with members, and the tenants around them.
     present: BTreeSet<u32>,
     capped: BTreeMap<u32, Capped>,
@@ -359,6 +366,10 @@ impl Gpu {
     pub fn used(&mut self, context: &Context<'_>, told: &Told<'_>, now: Duration) -> bool {
         let known_us = told.known_us;
         let from_us = self.known_us;
+        self.readings.extend(told.energy);
+        let since = now.saturating_sub(self.board_told.replace(now).unwrap_or(now));
+        self.board_span += since;
+        self.board_ran += since.mul_f64(told.board.unwrap_or(0.0).clamp(0.0, 1.0));
         if !told.is_silent() || from_us == 0 {
             self.heard_us = known_us;
         }
@@ -398,21 +409,17 @@ impl Gpu {
         }
         self.measure(context, now);
         self.feel(context, (from_us, known_us), busy);
-        self.pending.span += Duration::from_micros(known_us - from_us);
-        for busy in busy {
-            self.pending.all_us += busy.busy_us;
-            match tenants.get(&busy.tgid) {
-                Some(tenant) => {
-                    for tenant in chain(context.rules, *tenant) {
-                        *self.pending.tenants_us.entry(tenant).or_default() += busy.busy_us;
-                    }
-                }
-                None => self.pending.others_us += busy.busy_us,
-            }
+        (self.board_span, self.board_ran) = (Duration::ZERO, Duration::ZERO);
+        let mut since = 0;
+        while let Some(reading) = self
+            .readings
+            .pop_front_if(|reading| reading.at_us <= known_us)
+        {
+            self.note_busy(context, busy, &tenants, since, reading.at_us);
+            self.spend(reading);
+            since = reading.at_us;
         }
-        if let Some(counter_mj) = told.energy_mj {
-            self.spend(counter_mj);
-        }
+        self.note_busy(context, busy, &tenants, since, u64::MAX);
         let lending = self.find_idle(now);
         // Silence does not say whether somebody waits.
         (!told.is_silent() && self.target(context, now)) || lending
@@ -443,24 +450,56 @@ impl Gpu {
             return None;
         };
         let span = Duration::from_micros(told.known_us - from_us);
+        // The board tells of its last moments only, and those before were told of when they were.
+        let ran = if self.board_span.is_zero() {
+            told.board?.clamp(0.0, 1.0)
+        } else {
+            part(micros(self.board_ran), micros(self.board_span))
+        };
         Some(Busy {
             tgid: only.tgid,
             from_us,
             to_us: told.known_us,
-            busy_us: micros(span.mul_f64(told.board?.clamp(0.0, 1.0))),
+            busy_us: micros(span.mul_f64(ran)),
         })
     }
 
-    /// Divides the energy that was used since the last reading by the GPU time since then.
-    fn spend(&mut self, counter_mj: u64) {
+    /// Notes what of some GPU time was used in a span, until its energy is known.
+    fn note_busy(
+        &mut self,
+        context: &Context<'_>,
+        busy: &[Busy],
+        tenants: &BTreeMap<u32, u32>,
+        from_us: u64,
+        to_us: u64,
+    ) {
+        for busy in busy {
+            let within = busy
+                .to_us
+                .min(to_us)
+                .saturating_sub(busy.from_us.max(from_us));
+            let share = part(within, busy.to_us.saturating_sub(busy.from_us));
+            let used_us = micros(Duration::from_micros(busy.busy_us).mul_f64(share.min(1.0)));
+            self.pending.all_us += used_us;
+            match tenants.get(&busy.tgid) {
+                Some(tenant) => {
+                    for tenant in chain(context.rules, *tenant) {
+                        *self.pending.tenants_us.entry(tenant).or_default() += used_us;
+                    }
+                }
+                None => self.pending.others_us += used_us,
+            }
+        }
+    }
+
+    /// Divides the energy that was used since the reading before by the GPU time since then.
+    fn spend(&mut self, reading: Reading) {
         let Pending {
-            span,
             all_us,
             tenants_us,
             others_us,
         } = std::mem::take(&mut self.pending);
-        let share = part(all_us, micros(span)).min(1.0);
-        let Some(split) = self.board.observe(counter_mj, span, share) else {
+        let Some((split, span)) = self.board.observe(reading, Duration::from_micros(all_us)) else {
             return;
         };
         self.idle_energy.add(split.idle, span);

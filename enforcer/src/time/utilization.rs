@@ -23,6 +23,7 @@ use crate::telemetry::EnergyReadings;
 
 use super::{
     account::{Answers, Busy, Sample},
+    energy::Reading,
     levers::wall_us,
 };
 
@@ -50,7 +51,7 @@ pub enum Utilization {
         busy: Vec<Busy>,
         /// What the board has used since the driver was loaded, millijoules; absent where the board does not count it, and most
         /// times: see [`EnergyReadings`].
-        energy_mj: Option<u64>,
+        energy: Option<Reading>,
         /// Part of the last moments in which the board ran anything, 0 to 1; absent where the board does not tell.
         board: Option<f64>,
     },
@@ -162,7 +163,7 @@ fn ask(
 ) -> bool {
     let mut answers: BTreeMap<u32, Answers> = BTreeMap::new();
     let mut divided: BTreeMap<u32, bool> = BTreeMap::new();
-    let mut counters: BTreeMap<u32, u64> = BTreeMap::new();
+    let mut read = BTreeMap::new();
     while !questions.stopped() {
         let gpus = questions.gpus();
         answers.retain(|gpu, _| gpus.contains(gpu));
@@ -218,17 +219,20 @@ fn ask(
                 .collect();
             let busy = follow.take(asked, &samples);
             let known_us = follow.since();
-            // Told once each: what was used since the last reading belongs to all the time since then.
-            let energy_mj = energy
-                .and_then(|energy| {
-                    energy.read(gpu, ENERGY_EVERY, || device.total_energy_consumption().ok())
+            let energy = energy.and_then(|energy| {
+                let counter_mj = energy.fresh(gpu, ENERGY_EVERY, &mut read, || {
+                    device.total_energy_consumption().ok()
+                })?;
+                Some(Reading {
+                    at_us: wall_us(),
+                    counter_mj,
                 })
-                .filter(|counter| counters.insert(gpu, *counter) != Some(*counter));
+            });
             if !tell(Utilization::Used {
                 gpu,
                 known_us,
                 busy,
-                energy_mj,
+                energy,
                 board: device
                     .utilization_rates()
                     .ok()

@@ -16,7 +16,7 @@ use super::{
     },
     *,
 };
-use crate::driver::rm::RmError;
+use crate::{driver::rm::RmError, time::energy::Reading};
 
 const MS: Duration = Duration::from_millis(1);
 const SETTINGS: Settings = Settings {
@@ -220,7 +220,10 @@ fn live(engine: &mut Engine, model: &mut Model, span: Duration, late: Duration, 
             let told = Told {
                 known_us: to_us,
                 busy: &busy,
-                energy_mj: Some(energy_mj(model)),
+                energy: Some(Reading {
+                    at_us: to_us,
+                    counter_mj: energy_mj(model),
+                }),
                 board: Some(if works { 0.5 } else { 0.0 }),
             };
             engine.used(0, &told, model.now, to_us);
