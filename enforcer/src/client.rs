@@ -1,5 +1,7 @@
 //! The other side of the D-Bus interface: what `gpuquotactl` and other programs use to talk to the daemon.
 
+pub mod looks;
+
 use std::{fmt, future::poll_fn, io::ErrorKind, pin::Pin, task::Poll, time::Duration};
 
 use futures_core::Stream;
@@ -12,10 +14,7 @@ use crate::{
     config::Bus,
     control::{
         Backend, Finding, Gpu, Held, Notice, PolicyLoaded, QuotaChange, Tenant,
-        idle::IdleReport,
         insight::{self, HeatRow, HeatTuple, HistoryDict, MemoryHistory},
-        leaks::{LeakReport, Target},
-        profile::ProfileReport,
         wire::{self, GpuDict, TenantDict, Triple},
         wire_time::{self, HeldTuple},
     },
@@ -76,54 +75,6 @@ trait Insight {
     fn memory_heat_map(&self, since_usec: u64, columns: u32) -> zbus::Result<Vec<HeatTuple>>;
 }
 
-#[proxy(
-    interface = "org.gpuquota.Enforcer1.Leaks",
-    default_service = "org.gpuquota.Enforcer1",
-    default_path = "/org/gpuquota/Enforcer1",
-    gen_blocking = false
-)]
-trait Leaks {
-    #[zbus(allow_interactive_auth)]
-    fn start_leaks(&self, target: &str, limit_usec: u64) -> zbus::Result<()>;
-    #[zbus(allow_interactive_auth)]
-    fn get_leaks(&self, target: &str) -> zbus::Result<String>;
-    #[zbus(allow_interactive_auth)]
-    fn stop_leaks(&self, target: &str) -> zbus::Result<String>;
-    fn list_leaks(&self) -> zbus::Result<Vec<String>>;
-}
-
-#[proxy(
-    interface = "org.gpuquota.Enforcer1.Profile",
-    default_service = "org.gpuquota.Enforcer1",
-    default_path = "/org/gpuquota/Enforcer1",
-    gen_blocking = false
-)]
-trait Profile {
-    #[zbus(allow_interactive_auth)]
-    fn start_profile(&self, target: &str, limit_usec: u64) -> zbus::Result<()>;
-    #[zbus(allow_interactive_auth)]
-    fn get_profile(&self, target: &str) -> zbus::Result<String>;
-    #[zbus(allow_interactive_auth)]
-    fn stop_profile(&self, target: &str) -> zbus::Result<String>;
-    fn list_profiles(&self) -> zbus::Result<Vec<String>>;
-}
-
-#[proxy(
-    interface = "org.gpuquota.Enforcer1.Idle",
-    default_service = "org.gpuquota.Enforcer1",
-    default_path = "/org/gpuquota/Enforcer1",
-    gen_blocking = false
-)]
-trait Idle {
-    #[zbus(allow_interactive_auth)]
-    fn start_idle(&self, target: &str, limit_usec: u64) -> zbus::Result<()>;
-    #[zbus(allow_interactive_auth)]
-    fn get_idle(&self, target: &str) -> zbus::Result<String>;
-    #[zbus(allow_interactive_auth)]
-    fn stop_idle(&self, target: &str) -> zbus::Result<String>;
-    fn list_idle(&self) -> zbus::Result<Vec<String>>;
-}
-
 /// A call to the daemon failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
@@ -168,7 +119,6 @@ pub struct Client {
     bus: Bus,
     connection: Connection,
     manager: ManagerProxy<'static>,
-    leaks: LeaksProxy<'static>,
 }
 
 impl fmt::Debug for Client {
@@ -196,13 +146,9 @@ impl Client {
                 .cache_properties(proxy::CacheProperties::No)
                 .build()
                 .await?;
-            let leaks = LeaksProxy::builder(&connection)
-                .cache_properties(proxy::CacheProperties::No)
-                .build()
-                .await?;
-            Ok((connection, manager, leaks))
+            Ok((connection, manager))
         };
-        let (connection, manager, leaks) = tokio::time::timeout(CONNECT_TIMEOUT, connect)
+        let (connection, manager) = tokio::time::timeout(CONNECT_TIMEOUT, connect)
             .await
             .map_err(|_| ClientError::Timeout {
                 bus: bus.clone(),
@@ -216,7 +162,6 @@ impl Client {
             bus: bus.clone(),
             connection,
             manager,
-            leaks,
         })
     }
 
@@ -399,116 +344,6 @@ impl Client {
             .cache_properties(zbus::proxy::CacheProperties::No)
             .build();
         self.call(READ_TIMEOUT, proxy).await
-    }
-
-    /// Follows the allocations of a tenant or process for so long at most.
-    pub async fn start_leaks(&self, target: &Target, limit: Duration) -> Result<(), ClientError> {
-        let limit = u64::try_from(limit.as_micros()).unwrap_or(u64::MAX);
-        let target = target.to_string();
-        self.call(CHANGE_TIMEOUT, self.leaks.start_leaks(&target, limit))
-            .await
-    }
-
-    /// What was found so far.
-    pub async fn leaks(&self, target: &Target) -> Result<LeakReport, ClientError> {
-        let target = target.to_string();
-        let json = self
-            .call(CHANGE_TIMEOUT, self.leaks.get_leaks(&target))
-            .await?;
-        serde_json::from_str(&json).map_err(protocol)
-    }
-
-    /// Removes the probes, and tells what was found.
-    pub async fn stop_leaks(&self, target: &Target) -> Result<LeakReport, ClientError> {
-        let target = target.to_string();
-        let json = self
-            .call(CHANGE_TIMEOUT, self.leaks.stop_leaks(&target))
-            .await?;
-        serde_json::from_str(&json).map_err(protocol)
-    }
-
-    /// Whose allocations are or were followed.
-    pub async fn leak_targets(&self) -> Result<Vec<Target>, ClientError> {
-        let targets = self.call(READ_TIMEOUT, self.leaks.list_leaks()).await?;
-        Ok(targets.iter().map(|target| Target::parse(target)).collect())
-    }
-
-    async fn profiler(&self) -> Result<ProfileProxy<'static>, ClientError> {
-        let proxy = ProfileProxy::builder(&self.connection)
-            .cache_properties(zbus::proxy::CacheProperties::No)
-            .build();
-        self.call(READ_TIMEOUT, proxy).await
-    }
-
-    /// Profiles the launches of a tenant or process for so long at most.
-    pub async fn start_profile(&self, target: &Target, limit: Duration) -> Result<(), ClientError> {
-        let (profiler, target) = (self.profiler().await?, target.to_string());
-        self.call(
-            CHANGE_TIMEOUT,
-            profiler.start_profile(&target, micros(limit)),
-        )
-        .await
-    }
-
-    /// What was found so far.
-    pub async fn profile(&self, target: &Target) -> Result<ProfileReport, ClientError> {
-        let (profiler, target) = (self.profiler().await?, target.to_string());
-        let json = self
-            .call(CHANGE_TIMEOUT, profiler.get_profile(&target))
-            .await?;
-        serde_json::from_str(&json).map_err(protocol)
-    }
-
-    /// Removes the probes, and tells what was found.
-    pub async fn stop_profile(&self, target: &Target) -> Result<ProfileReport, ClientError> {
-        let (profiler, target) = (self.profiler().await?, target.to_string());
-        let json = self
-            .call(CHANGE_TIMEOUT, profiler.stop_profile(&target))
-            .await?;
-        serde_json::from_str(&json).map_err(protocol)
-    }
-
-    /// Whose launches are or were profiled.
-    pub async fn profile_targets(&self) -> Result<Vec<Target>, ClientError> {
-        let profiler = self.profiler().await?;
-        let targets = self.call(READ_TIMEOUT, profiler.list_profiles()).await?;
-        Ok(targets.iter().map(|target| Target::parse(target)).collect())
-    }
-
-    async fn idle_proxy(&self) -> Result<IdleProxy<'static>, ClientError> {
-        let proxy = IdleProxy::builder(&self.connection)
-            .cache_properties(zbus::proxy::CacheProperties::No)
-            .build();
-        self.call(READ_TIMEOUT, proxy).await
-    }
-
-    /// Follows the threads of a tenant or process for so long at most.
-    pub async fn start_idle(&self, target: &Target, limit: Duration) -> Result<(), ClientError> {
-        let (idle, target) = (self.idle_proxy().await?, target.to_string());
-        self.call(CHANGE_TIMEOUT, idle.start_idle(&target, micros(limit)))
-            .await
-    }
-
-    /// What was found so far.
-    pub async fn idle(&self, target: &Target) -> Result<IdleReport, ClientError> {
-        let (idle, target) = (self.idle_proxy().await?, target.to_string());
-        let json = self.call(CHANGE_TIMEOUT, idle.get_idle(&target)).await?;
-        serde_json::from_str(&json).map_err(protocol)
-    }
-
-    /// Ends the look, and tells what was found.
-    pub async fn stop_idle(&self, target: &Target) -> Result<IdleReport, ClientError> {
-        let (idle, target) = (self.idle_proxy().await?, target.to_string());
-        let json = self.call(CHANGE_TIMEOUT, idle.stop_idle(&target)).await?;
-        serde_json::from_str(&json).map_err(protocol)
-    }
-
-    /// Whose threads are or were followed.
-    pub async fn idle_targets(&self) -> Result<Vec<Target>, ClientError> {
-        let targets = self
-            .call(READ_TIMEOUT, self.idle_proxy().await?.list_idle())
-            .await?;
-        Ok(targets.iter().map(|target| Target::parse(target)).collect())
     }
 
     /// The whole state of the daemon, for debugging.

@@ -24,6 +24,7 @@ pub mod kernel;
 pub mod kubernetes;
 pub mod launch;
 pub mod lifecycle;
+pub mod looks;
 pub mod managed;
 pub mod metrics;
 pub mod notify;

@@ -25,7 +25,7 @@ use super::{
     wire::{self, GpuDict, TenantDict, Triple},
     wire_time,
 };
-use crate::{idle::IdleError, insight::LeaksError, profile::ProfileError};
+use crate::looks::LooksError;
 
 /// Longest string that a caller may pass.
 const MAX_STRING: usize = 64 << 10;
@@ -307,19 +307,9 @@ impl From<ControlError> for MethodError {
             ControlError::BadPolicy(_) => "BadPolicy",
             ControlError::BadProperty(_) => "BadProperty",
             ControlError::Time(_) => "NotControlled",
-            ControlError::Leaks(error) => match error {
-                LeaksError::Duration => "BadProperty",
-                LeaksError::NoLook(_) => "NoSuchLook",
-                _ => "NotFollowed",
-            },
-            ControlError::Profile(error) => match error {
-                ProfileError::Duration => "BadProperty",
-                ProfileError::NoLook(_) => "NoSuchLook",
-                _ => "NotFollowed",
-            },
-            ControlError::Idle(error) => match error {
-                IdleError::Duration => "BadProperty",
-                IdleError::NoLook(_) => "NoSuchLook",
+            ControlError::Looks(error) => match error {
+                LooksError::Duration(_) => "BadProperty",
+                LooksError::NoLook { .. } => "NoSuchLook",
                 _ => "NotFollowed",
             },
             ControlError::Io { .. } => "IO",

@@ -427,15 +427,9 @@ pub enum ControlError {
     /// GPU time is not controlled, or the driver did not do it in time.
     #[error("{0}")]
     Time(#[from] crate::time::HoldError),
-    /// Allocations are not followed.
+    /// Looks into processes do not do what they are asked.
     #[error(transparent)]
-    Leaks(#[from] crate::insight::LeaksError),
-    /// Launches are not profiled.
-    #[error(transparent)]
-    Profile(#[from] crate::profile::ProfileError),
-    /// Threads are not followed.
-    #[error(transparent)]
-    Idle(#[from] crate::idle::IdleError),
+    Looks(#[from] crate::looks::LooksError),
     /// A file could not be written.
     #[error("{path}: {source}")]
     Io {

@@ -180,7 +180,7 @@ impl Control for Enforcer {
 
     fn start_idle(&self, target: Target, limit: Duration) -> Result<(), ControlError> {
         self.known_target(&target)?;
-        Ok(self.idle.start(target, limit)?)
+        Ok(self.idle.start(&target, limit)?)
     }
 
     fn idle(&self, target: &Target) -> Result<IdleReport, ControlError> {

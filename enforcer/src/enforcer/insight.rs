@@ -67,7 +67,7 @@ impl Enforcer {
     /// Begins to follow allocations.
     pub(super) fn start_look(&self, target: Target, limit: Duration) -> Result<(), ControlError> {
         self.known_target(&target)?;
-        Ok(self.leaks.start(target, limit)?)
+        Ok(self.leaks.start(&target, limit)?)
     }
 
     /// A line for `doctor`.

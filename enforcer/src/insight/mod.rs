@@ -17,136 +17,54 @@ pub mod stack;
 pub mod survival;
 pub mod trend;
 
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
-    time::Duration,
-};
+use std::{sync::Weak, time::Duration};
 
 pub use self::look::{Look, LookError, Watched};
-use crate::control::leaks::{LeakReport, Target};
+use crate::{
+    control::leaks::{LeakReport, Target},
+    looks::{self, Book, Words},
+};
 
-/// Looks that are kept, those that are over among them.
-const MOST_LOOKS: usize = 8;
-/// A look may last so long.
-pub const LONGEST: Duration = Duration::from_hours(24);
+/// All looks of the daemon at allocations.
+pub type Leaks = Book<Look>;
 
-/// Why the leak finder does not do what it is asked.
-#[derive(Debug, thiserror::Error)]
-pub enum LeaksError {
-    /// It cannot begin.
-    #[error("allocations of {target} cannot be followed: {source}")]
-    Start {
-        /// Whose.
-        target: Target,
-        /// Why.
-        source: Box<LookError>,
-    },
-    /// One at a time for each target.
-    #[error(
-        "allocations of {0} are being followed already; `gpuquotactl leaks` shows what was found so far"
-    )]
-    Running(Target),
-    /// Too many.
-    #[error("{MOST_LOOKS} looks are running already; end one of them first")]
-    TooMany,
-    /// Too long, or not at all.
-    #[error("a look may last from 1 s to {} h", LONGEST.as_secs() / 3600)]
-    Duration,
-    /// The daemon is starting.
-    #[error("the daemon is starting; try again in a moment")]
-    NotYet,
-    /// There is no such look.
-    #[error("allocations of {0} are not followed and were not lately")]
-    NoLook(Target),
-}
+impl looks::Look for Look {
+    type Report = LeakReport;
+    type Host = dyn Watched;
+    type Error = LookError;
+    const WORDS: Words = Words {
+        what: "allocations",
+        done: "followed",
+        command: "leaks",
+    };
+    const MOST: usize = 8;
+    const LONGEST: Duration = Duration::from_hours(24);
 
-/// All looks of the daemon.
-#[derive(Default)]
-pub struct Leaks {
-    looks: Mutex<BTreeMap<Target, Arc<Look>>>,
-    /// Who knows the processes of tenants. Weak: the daemon has the looks.
-    watched: OnceLock<Weak<dyn Watched>>,
-}
-
-impl Leaks {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Target, Arc<Look>>> {
-        self.looks.lock().unwrap_or_else(PoisonError::into_inner)
+    fn begin(target: Target, limit: Duration, host: Weak<dyn Watched>) -> Result<Self, LookError> {
+        Self::start(target, limit, host)
     }
 
-    /// Says who knows the processes of tenants; the first word counts.
-    pub fn ask(&self, watched: &Arc<dyn Watched>) {
-        let _ = self.watched.set(Arc::downgrade(watched));
+    fn seen(&self, pid: u32) {
+        self.seen(pid);
     }
 
-    /// Begins to look. A look at the same target that is over makes place for it.
-    pub fn start(&self, target: Target, limit: Duration) -> Result<(), LeaksError> {
-        let watched = self
-            .watched
-            .get()
-            .map(Weak::clone)
-            .ok_or(LeaksError::NotYet)?;
-        if !(Duration::from_secs(1)..=LONGEST).contains(&limit) {
-            return Err(LeaksError::Duration);
-        }
-        let mut looks = self.lock();
-        if looks.get(&target).is_some_and(|look| !look.is_over()) {
-            return Err(LeaksError::Running(target));
-        }
-        looks.remove(&target);
-        if looks.len() >= MOST_LOOKS {
-            let over = looks
-                .iter()
-                .find(|(_, look)| look.is_over())
-                .map(|(target, _)| target.clone())
-                .ok_or(LeaksError::TooMany)?;
-            looks.remove(&over);
-        }
-        let look =
-            Look::start(target.clone(), limit, watched).map_err(|source| LeaksError::Start {
-                target: target.clone(),
-                source: Box::new(source),
-            })?;
-        looks.insert(target, Arc::new(look));
-        Ok(())
+    fn report(&self) -> LeakReport {
+        self.report()
     }
 
-    fn get(&self, target: &Target) -> Result<Arc<Look>, LeaksError> {
-        let found = self.lock().get(target).map(Arc::clone);
-        found.ok_or_else(|| LeaksError::NoLook(target.clone()))
+    fn is_over(&self) -> bool {
+        self.is_over()
     }
 
-    /// What a look has found.
-    pub fn report(&self, target: &Target) -> Result<LeakReport, LeaksError> {
-        Ok(self.get(target)?.report())
+    fn is_attached(&self) -> bool {
+        !self.is_over()
     }
 
-    /// Removes the probes of a look and returns what it found, which is kept for a while.
-    pub fn stop(&self, target: &Target) -> Result<LeakReport, LeaksError> {
-        let look = self.get(target)?;
-        look.stop();
-        Ok(look.report())
+    fn stop(&self) {
+        self.stop();
     }
 
-    /// Whose allocations are or were followed.
-    pub fn targets(&self) -> Vec<Target> {
-        self.lock().keys().cloned().collect()
-    }
-
-    /// A process has spoken to the driver, or runs another program.
-    pub fn seen(&self, pid: u32) {
-        for look in self.lock().values() {
-            look.seen(pid);
-        }
-    }
-
-    /// How many looks have probes in processes.
-    pub fn running(&self) -> usize {
-        self.lock().values().filter(|look| !look.is_over()).count()
-    }
-
-    /// Ends all looks.
-    pub fn end(&self) {
-        self.lock().clear();
+    fn abandon(&self) {
+        self.stop();
     }
 }

@@ -178,11 +178,6 @@ impl Look {
         let _ = self.inbox.send(Message::Seen(pid));
     }
 
-    /// Whether it lasts until the policy says otherwise.
-    pub fn is_always(&self) -> bool {
-        self.limit.is_none()
-    }
-
     /// Has the probes removed; returns when they are.
     pub fn stop(&self) {
         let _ = self.inbox.send(Message::Stop);

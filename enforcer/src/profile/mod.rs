@@ -16,7 +16,7 @@ pub mod sampling;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::{Duration, Instant},
 };
 
@@ -27,16 +27,13 @@ pub use self::look::{Look, LookError};
 use crate::{
     control::{leaks::Target, profile::ProfileReport},
     insight::Watched,
+    looks::{self, Book, LooksError, Words},
 };
 
-/// Looks by command that are kept, those that are over among them.
-const MOST_LOOKS: usize = 8;
 /// Looks by policy at once: each has programs, maps and a thread of its own.
 const MOST_ALWAYS: usize = 32;
 /// Anomalies that are remembered so that each is told once.
 const MOST_TOLD: usize = 1024;
-/// A look by command may last so long.
-pub const LONGEST: Duration = Duration::from_hours(24);
 
 /// What holds for a process.
 #[derive(Clone, Debug, PartialEq)]
@@ -72,45 +69,9 @@ pub trait Host: Watched {
     fn unusual(&self, found: Unusual);
 }
 
-/// Why the profile does not do what it is asked.
-#[derive(Debug, thiserror::Error)]
-pub enum ProfileError {
-    /// It cannot begin.
-    #[error("launches of {target} cannot be profiled: {source}")]
-    Start {
-        /// Whose.
-        target: Target,
-        /// Why.
-        source: Box<LookError>,
-    },
-    /// One at a time for each target.
-    #[error(
-        "launches of {0} are being profiled already; `gpuquotactl profile {0} --so-far` shows what was found so far"
-    )]
-    Running(Target),
-    /// The policy has the last word.
-    #[error(
-        "launches of {0} are profiled by insight.profile = true; change the policy to end that"
-    )]
-    Always(Target),
-    /// Too many.
-    #[error("{MOST_LOOKS} looks are running already; end one of them first")]
-    TooMany,
-    /// Too long, or not at all.
-    #[error("a look may last from 1 s to {} h", LONGEST.as_secs() / 3600)]
-    Duration,
-    /// The daemon is starting.
-    #[error("the daemon is starting; try again in a moment")]
-    NotYet,
-    /// There is no such look.
-    #[error("launches of {0} are not profiled and were not lately")]
-    NoLook(Target),
-}
-
 #[derive(Default)]
-struct Looks {
-    by_command: BTreeMap<Target, Arc<Look>>,
-    /// By tenant.
+struct Kept {
+    /// Looks by policy, by tenant.
     always: BTreeMap<String, Arc<Look>>,
     /// Tenants whose policy asks for it and for whom there was no room, or no look could begin.
     left_out: BTreeMap<String, String>,
@@ -120,178 +81,174 @@ struct Looks {
     told: BTreeMap<(u32, String), Instant>,
 }
 
-/// All looks of the daemon.
+/// All looks of the daemon at launches.
 #[derive(Default)]
 pub struct Profiles {
-    looks: Mutex<Looks>,
+    by_command: Book<Look>,
+    kept: Mutex<Kept>,
     /// Held while looks begin and end, which takes longer than other questions should wait.
     changing: Mutex<()>,
-    /// Weak: the daemon has the looks.
-    host: OnceLock<Weak<dyn Host>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+impl looks::Look for Look {
+    type Report = ProfileReport;
+    type Host = dyn Host;
+    type Error = LookError;
+    const WORDS: Words = Words {
+        what: "launches",
+        done: "profiled",
+        command: "profile",
+    };
+    const MOST: usize = 8;
+    const LONGEST: Duration = Duration::from_hours(24);
+
+    fn begin(target: Target, limit: Duration, host: Weak<dyn Host>) -> Result<Self, LookError> {
+        Self::start(target, Some(limit), host)
+    }
+
+    fn seen(&self, pid: u32) {
+        self.seen(pid);
+    }
+
+    fn report(&self) -> ProfileReport {
+        self.report()
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_over()
+    }
+
+    fn is_attached(&self) -> bool {
+        !self.is_over()
+    }
+
+    fn stop(&self) {
+        self.stop();
+    }
+
+    fn abandon(&self) {
+        self.stop();
+    }
+}
+
 impl Profiles {
     /// Says who knows the processes of tenants; the first word counts.
     pub fn ask(&self, host: &Arc<dyn Host>) {
-        let _ = self.host.set(Arc::downgrade(host));
+        self.by_command.ask(host);
     }
 
-    fn host(&self) -> Result<Weak<dyn Host>, ProfileError> {
-        self.host.get().map(Weak::clone).ok_or(ProfileError::NotYet)
-    }
-
-    fn begin(&self, target: &Target, limit: Option<Duration>) -> Result<Arc<Look>, ProfileError> {
-        Look::start(target.clone(), limit, self.host()?)
-            .map(Arc::new)
-            .map_err(|source| ProfileError::Start {
-                target: target.clone(),
-                source: Box::new(source),
-            })
-    }
-
-    /// Begins to look. A look at the same target that is over makes place for it.
-    pub fn start(&self, target: &Target, limit: Duration) -> Result<(), ProfileError> {
-        if !(Duration::from_secs(1)..=LONGEST).contains(&limit) {
-            return Err(ProfileError::Duration);
+    fn always(&self, target: &Target) -> Option<Arc<Look>> {
+        match target {
+            Target::Tenant(name) => lock(&self.kept).always.get(name).cloned(),
+            Target::Process(_) => None,
         }
+    }
+
+    /// Begins to look, if the policy does not look already.
+    pub fn start(&self, target: &Target, limit: Duration) -> Result<(), LooksError> {
         let _changing = lock(&self.changing);
-        let over = {
-            let mut looks = lock(&self.looks);
-            if matches!(target, Target::Tenant(name) if looks.always.contains_key(name)) {
-                return Err(ProfileError::Always(target.clone()));
-            }
-            let known = looks.by_command.get(target);
-            if known.is_some_and(|look| !look.is_over()) {
-                return Err(ProfileError::Running(target.clone()));
-            }
-            let mut over: Vec<Arc<Look>> = looks.by_command.remove(target).into_iter().collect();
-            if looks.by_command.len() >= MOST_LOOKS {
-                let ended = looks
-                    .by_command
-                    .iter()
-                    .find(|(_, look)| look.is_over())
-                    .map(|(target, _)| target.clone())
-                    .ok_or(ProfileError::TooMany)?;
-                over.extend(looks.by_command.remove(&ended));
-            }
-            over
-        };
-        drop(over);
-        let look = self.begin(target, Some(limit))?;
-        lock(&self.looks).by_command.insert(target.clone(), look);
-        Ok(())
+        if self.always(target).is_some() {
+            return Err(LooksError::Always(target.clone()));
+        }
+        self.by_command.start(target, limit)
     }
 
     /// Looks at these tenants at all times, and at no others.
     pub fn follow(&self, wanted: &BTreeSet<String>) {
-        if self.host.get().is_none() {
+        let Ok(host) = self.by_command.host() else {
             // The daemon is starting, and says so again when it has.
             return;
-        }
+        };
         let _changing = lock(&self.changing);
         let (ended, missing) = {
-            let mut looks = lock(&self.looks);
-            let gone: Vec<String> = looks
-                .always
-                .keys()
-                .filter(|name| !wanted.contains(*name))
-                .cloned()
-                .collect();
-            let ended: Vec<_> = gone
-                .iter()
-                .filter_map(|name| looks.always.remove(name))
-                .collect();
-            looks.left_out.clear();
+            let mut kept = lock(&self.kept);
+            let (stay, ended): (BTreeMap<_, _>, BTreeMap<_, _>) = std::mem::take(&mut kept.always)
+                .into_iter()
+                .partition(|(name, _)| wanted.contains(name));
+            kept.always = stay;
+            kept.left_out.clear();
             let missing: Vec<String> = wanted
                 .iter()
-                .filter(|name| !looks.always.contains_key(*name))
+                .filter(|name| !kept.always.contains_key(*name))
                 .cloned()
                 .collect();
             (ended, missing)
         };
         drop(ended);
         for name in missing {
-            let begun = if lock(&self.looks).always.len() >= MOST_ALWAYS {
+            let target = Target::Tenant(name.clone());
+            let begun = if lock(&self.kept).always.len() >= MOST_ALWAYS {
                 Err(format!("{MOST_ALWAYS} tenants are profiled already"))
             } else {
-                self.begin(&Target::Tenant(name.clone()), None)
-                    .map_err(|error| error.to_string())
+                Look::start(target.clone(), None, Weak::clone(&host))
+                    .map_err(|error| Book::<Look>::refused(&target, error).to_string())
             };
-            let mut looks = lock(&self.looks);
+            let mut kept = lock(&self.kept);
             match begun {
                 Ok(look) => {
-                    looks.always.insert(name, look);
+                    kept.always.insert(name, Arc::new(look));
                 }
                 Err(why) => {
                     warn!(tenant = name, why, "insight.profile has no effect");
-                    looks.left_out.insert(name, why);
+                    kept.left_out.insert(name, why);
                 }
             }
         }
     }
 
-    fn get(&self, target: &Target) -> Result<Arc<Look>, ProfileError> {
-        let looks = lock(&self.looks);
-        let always = match target {
-            Target::Tenant(name) => looks.always.get(name),
-            Target::Process(_) => None,
-        };
-        always
-            .or_else(|| looks.by_command.get(target))
-            .map(Arc::clone)
-            .ok_or_else(|| ProfileError::NoLook(target.clone()))
-    }
-
     /// What a look has found.
-    pub fn report(&self, target: &Target) -> Result<ProfileReport, ProfileError> {
-        Ok(self.get(target)?.report())
+    pub fn report(&self, target: &Target) -> Result<ProfileReport, LooksError> {
+        match self.always(target) {
+            Some(look) => Ok(look.report()),
+            None => self.by_command.report(target),
+        }
     }
 
     /// Removes the probes of a look by command and returns what it found, which is kept for a while.
-    pub fn stop(&self, target: &Target) -> Result<ProfileReport, ProfileError> {
-        let look = self.get(target)?;
-        if look.is_always() {
-            return Err(ProfileError::Always(target.clone()));
+    pub fn stop(&self, target: &Target) -> Result<ProfileReport, LooksError> {
+        if self.always(target).is_some() {
+            return Err(LooksError::Always(target.clone()));
         }
-        look.stop();
-        Ok(look.report())
+        self.by_command.stop(target)
     }
 
     /// Whose launches are or were profiled.
     pub fn targets(&self) -> Vec<Target> {
-        let looks = lock(&self.looks);
-        let always = looks.always.keys().cloned().map(Target::Tenant);
-        let all: BTreeSet<Target> = always.chain(looks.by_command.keys().cloned()).collect();
+        let always: Vec<String> = lock(&self.kept).always.keys().cloned().collect();
+        let all: BTreeSet<Target> = always
+            .into_iter()
+            .map(Target::Tenant)
+            .chain(self.by_command.targets())
+            .collect();
         all.into_iter().collect()
     }
 
     /// A process has spoken to the driver, or runs another program.
     pub fn seen(&self, pid: u32) {
-        let looks = lock(&self.looks);
-        for look in looks.by_command.values().chain(looks.always.values()) {
+        self.by_command.seen(pid);
+        for look in lock(&self.kept).always.values() {
             look.seen(pid);
         }
     }
 
     /// Counts an anomaly of a tenant; false if another look at the same process has told of it.
     pub fn count(&self, found: &Unusual, now: Instant) -> bool {
-        let mut looks = lock(&self.looks);
-        looks
-            .told
+        let mut kept = lock(&self.kept);
+        kept.told
             .retain(|_, at| now.saturating_duration_since(*at) < anomaly::CALM);
         let key = (found.pid, found.kernel.clone());
-        if looks.told.contains_key(&key) {
+        if kept.told.contains_key(&key) {
             return false;
         }
-        if looks.told.len() < MOST_TOLD {
-            looks.told.insert(key, now);
+        if kept.told.len() < MOST_TOLD {
+            kept.told.insert(key, now);
         }
         if !found.tenant.is_empty() {
-            *looks
+            *kept
                 .anomalies
                 .entry((*found.tenant).to_owned())
                 .or_default() += 1;
@@ -301,43 +258,32 @@ impl Profiles {
 
     /// Anomalies of a tenant since the daemon runs.
     pub fn anomalies(&self, tenant: &str) -> u64 {
-        lock(&self.looks)
-            .anomalies
-            .get(tenant)
-            .copied()
-            .unwrap_or(0)
+        lock(&self.kept).anomalies.get(tenant).copied().unwrap_or(0)
     }
 
     /// Forgets the counts of tenants that are not there any more.
     pub fn keep(&self, tenants: &BTreeSet<String>) {
-        lock(&self.looks)
+        lock(&self.kept)
             .anomalies
             .retain(|tenant, _| tenants.contains(tenant));
     }
 
     /// How many looks have probes in processes: by command and by policy.
     pub fn running(&self) -> (usize, usize) {
-        let looks = lock(&self.looks);
-        let by_command = looks.by_command.values().filter(|look| !look.is_over());
-        (by_command.count(), looks.always.len())
+        (self.by_command.running(), lock(&self.kept).always.len())
     }
 
     /// Tenants whose policy asks for a look that there is not, and why.
     pub fn left_out(&self) -> BTreeMap<String, String> {
-        lock(&self.looks).left_out.clone()
+        lock(&self.kept).left_out.clone()
     }
 
     /// Ends all looks.
     pub fn end(&self) {
         let _changing = lock(&self.changing);
-        let all = {
-            let mut looks = lock(&self.looks);
-            (
-                std::mem::take(&mut looks.by_command),
-                std::mem::take(&mut looks.always),
-            )
-        };
-        drop(all);
+        let always = std::mem::take(&mut lock(&self.kept).always);
+        drop(always);
+        self.by_command.end();
     }
 }
 

@@ -10,7 +10,7 @@ use std::{
 };
 
 use criterion::{Criterion, criterion_group};
-use gpuquota_enforcer::control::leaks::Target;
+use gpuquota_enforcer::{client::looks::Idle, control::leaks::Target};
 use gpuquota_native_tests::{Bed, median};
 
 const FOLDER: &str = "idle";
@@ -60,14 +60,18 @@ fn idle(criterion: &mut Criterion) {
             _ => None,
         };
         if let Some(target) = &target {
-            bed.call(async |client| client.start_idle(target, Duration::from_mins(30)).await)
-                .expect("a look");
+            bed.call(async |client| {
+                client
+                    .start_look::<Idle>(target, Duration::from_mins(30))
+                    .await
+            })
+            .expect("a look");
             thread::sleep(Duration::from_secs(1));
         }
         group.bench_function(way, |bencher| bencher.iter(&mut round));
         if let Some(target) = &target {
             let found = bed
-                .call(async |client| client.stop_idle(target).await)
+                .call(async |client| client.stop_look::<Idle>(target).await)
                 .expect("a look");
             println!(
                 "{way}: {} changes and {} stacks were lost",

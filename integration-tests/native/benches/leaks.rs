@@ -6,7 +6,7 @@
 use std::{path::Path, process::Command, time::Duration};
 
 use criterion::{Criterion, criterion_group};
-use gpuquota_enforcer::control::leaks::Target;
+use gpuquota_enforcer::{client::looks::Leaks, control::leaks::Target};
 use gpuquota_native_tests::{Actor, Bed, median};
 
 const FOLDER: &str = "leaks";
@@ -56,10 +56,14 @@ fn leaks(criterion: &mut Criterion) {
     ];
     measure(criterion, "without", &mut actors);
     let target = Target::Tenant("a".into());
-    bed.call(async |client| client.start_leaks(&target, Duration::from_mins(30)).await)
-        .expect("a look");
+    bed.call(async |client| {
+        client
+            .start_look::<Leaks>(&target, Duration::from_mins(30))
+            .await
+    })
+    .expect("a look");
     while bed
-        .call(async |client| client.leaks(&target).await)
+        .call(async |client| client.look::<Leaks>(&target).await)
         .expect("a look")
         .processes
         .iter()
@@ -71,7 +75,7 @@ fn leaks(criterion: &mut Criterion) {
     }
     measure(criterion, "with", &mut actors);
     let found = bed
-        .call(async |client| client.stop_leaks(&target).await)
+        .call(async |client| client.stop_look::<Leaks>(&target).await)
         .expect("a look");
     println!(
         "followed {} allocations; lost {} calls",

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use criterion::{Criterion, criterion_group};
-use gpuquota_enforcer::control::leaks::Target;
+use gpuquota_enforcer::{client::looks::Profile, control::leaks::Target};
 use gpuquota_native_tests::{Actor, Bed, median};
 
 const FOLDER: &str = "profile";
@@ -36,10 +36,14 @@ fn profile(criterion: &mut Criterion) {
     assert_eq!(actor.tell("context"), "context");
     measure(criterion, "without", &mut actor);
     let target = Target::Tenant("a".into());
-    bed.call(async |client| client.start_profile(&target, Duration::from_mins(30)).await)
-        .expect("a look");
+    bed.call(async |client| {
+        client
+            .start_look::<Profile>(&target, Duration::from_mins(30))
+            .await
+    })
+    .expect("a look");
     while bed
-        .call(async |client| client.profile(&target).await)
+        .call(async |client| client.look::<Profile>(&target).await)
         .expect("a look")
         .processes
         .iter()
@@ -49,7 +53,7 @@ fn profile(criterion: &mut Criterion) {
     }
     measure(criterion, "with", &mut actor);
     let found = bed
-        .call(async |client| client.stop_profile(&target).await)
+        .call(async |client| client.stop_look::<Profile>(&target).await)
         .expect("a look");
     let launches: u64 = found.kernels.iter().map(|kernel| kernel.launches).sum();
     let process = &found.processes[0];

@@ -4,6 +4,7 @@
 use std::{fs, path::PathBuf, process::Stdio, sync::OnceLock, thread, time::Duration};
 
 use gpuquota_enforcer::{
+    client::looks::Idle,
     control::{
         idle::{IdleReport, IdleShare},
         leaks::Target,
@@ -35,17 +36,17 @@ fn client(bed: &Bed, tenant: &str) -> Actor {
 }
 
 fn start(bed: &Bed, target: &Target) {
-    bed.call(async |client| client.start_idle(target, LONG).await)
+    bed.call(async |client| client.start_look::<Idle>(target, LONG).await)
         .expect("a look");
 }
 
 fn report(bed: &Bed, target: &Target) -> IdleReport {
-    bed.call(async |client| client.idle(target).await)
+    bed.call(async |client| client.look::<Idle>(target).await)
         .expect("a look")
 }
 
 fn stop(bed: &Bed, target: &Target) -> IdleReport {
-    bed.call(async |client| client.stop_idle(target).await)
+    bed.call(async |client| client.stop_look::<Idle>(target).await)
         .expect("a look")
 }
 
@@ -255,7 +256,7 @@ fn nothing_is_on_the_host_when_nobody_looks() {
         .spawn()
         .expect("gpuquotactl");
     wait_for("programs", || loaded(&bed).len() > before.len());
-    let twice = bed.call(async |client| client.start_idle(&target, LONG).await);
+    let twice = bed.call(async |client| client.start_look::<Idle>(&target, LONG).await);
     assert!(twice.is_err(), "one look at a time");
     assert_eq!(actor.tell("data 20"), "did data 20");
     let output = looking.wait_with_output().expect("its end");
@@ -274,8 +275,12 @@ fn nothing_is_on_the_host_when_nobody_looks() {
         "{text}"
     );
     // Nobody waits for the end: it comes by itself, and the end of a process before.
-    bed.call(async |client| client.start_idle(&target, Duration::from_secs(2)).await)
-        .expect("a look");
+    bed.call(async |client| {
+        client
+            .start_look::<Idle>(&target, Duration::from_secs(2))
+            .await
+    })
+    .expect("a look");
     assert!(report(&bed, &target).running);
     assert_eq!(other.finish(), Some(0));
     wait_for("the end of one", || {

@@ -4,6 +4,7 @@
 use std::{fs, path::PathBuf, sync::OnceLock, time::Duration};
 
 use gpuquota_enforcer::{
+    client::looks::Leaks,
     control::leaks::{LeakReport, LeakSite, Target},
     insight::calls::ALLOCATIONS,
 };
@@ -35,17 +36,17 @@ fn has_breakpoint(pid: u32) -> bool {
 }
 
 fn start(bed: &Bed, target: &Target) {
-    bed.call(async |client| client.start_leaks(target, LONG).await)
+    bed.call(async |client| client.start_look::<Leaks>(target, LONG).await)
         .expect("a look");
 }
 
 fn report(bed: &Bed, target: &Target) -> LeakReport {
-    bed.call(async |client| client.leaks(target).await)
+    bed.call(async |client| client.look::<Leaks>(target).await)
         .expect("a look")
 }
 
 fn stop(bed: &Bed, target: &Target) -> LeakReport {
-    bed.call(async |client| client.stop_leaks(target).await)
+    bed.call(async |client| client.stop_look::<Leaks>(target).await)
         .expect("a look")
 }
 
@@ -77,7 +78,7 @@ fn a_planted_leak_is_named_by_its_stack() {
     start(&bed, &target);
     wait_for("probes", || has_breakpoint(pid));
     assert!(loaded(&bed).len() > before.len());
-    let twice = bed.call(async |client| client.start_leaks(&target, LONG).await);
+    let twice = bed.call(async |client| client.start_look::<Leaks>(&target, LONG).await);
     assert!(twice.is_err(), "one look at a time");
     assert_eq!(actor.tell("keep 5"), "did keep 5");
     assert_eq!(actor.tell("scratch 20"), "did scratch 20");
@@ -213,8 +214,12 @@ fn probes_go_with_their_time_and_with_the_daemon() {
 
     // Nobody waits for the end: it comes by itself.
     let target = Target::Process(pid);
-    bed.call(async |client| client.start_leaks(&target, Duration::from_secs(1)).await)
-        .expect("a look");
+    bed.call(async |client| {
+        client
+            .start_look::<Leaks>(&target, Duration::from_secs(1))
+            .await
+    })
+    .expect("a look");
     wait_for("probes", || has_breakpoint(pid));
     wait_for("the end", || !has_breakpoint(pid));
     wait_for("end of maps", || loaded(&bed) == before);

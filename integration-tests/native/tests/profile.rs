@@ -10,6 +10,7 @@ use std::{
 };
 
 use gpuquota_enforcer::{
+    client::looks::Profile,
     control::{
         leaks::Target,
         profile::{ProfileKernel, ProfileReport},
@@ -35,17 +36,17 @@ fn has_breakpoint(pid: u32) -> bool {
 }
 
 fn start(bed: &Bed, target: &Target) {
-    bed.call(async |client| client.start_profile(target, LONG).await)
+    bed.call(async |client| client.start_look::<Profile>(target, LONG).await)
         .expect("a look");
 }
 
 fn report(bed: &Bed, target: &Target) -> ProfileReport {
-    bed.call(async |client| client.profile(target).await)
+    bed.call(async |client| client.look::<Profile>(target).await)
         .expect("a look")
 }
 
 fn stop(bed: &Bed, target: &Target) -> ProfileReport {
-    bed.call(async |client| client.stop_profile(target).await)
+    bed.call(async |client| client.stop_look::<Profile>(target).await)
         .expect("a look")
 }
 
@@ -126,7 +127,7 @@ fn launches_are_counted_named_and_timed() {
     start(&bed, &target);
     wait_for("probes", || has_breakpoint(pid));
     assert!(loaded(&bed).len() > before.len());
-    let twice = bed.call(async |client| client.start_profile(&target, LONG).await);
+    let twice = bed.call(async |client| client.start_look::<Profile>(&target, LONG).await);
     assert!(twice.is_err(), "one look at a time");
     assert_eq!(actor.tell("rounds 5 --kernel-us 2000"), "rounds 5");
     for wait in ["stream", "context", "event", "per-thread"] {

@@ -247,13 +247,13 @@ pub enum PolicyCommand {
     },
 }
 
-/// Whose leaks, and for how long.
+/// Whom to look at, and for how long.
 #[derive(Debug, Args)]
-pub struct LeaksArgs {
+pub struct LookArgs {
     /// A tenant, or a process by its number; without one, those that are looked at are listed
     #[arg(value_name = "TENANT|PID")]
     pub target: Option<String>,
-    /// How long to look, such as 30s, 10min or 2h
+    /// How long to look, such as 30s or 10min
     #[arg(long = "for", value_name = "DURATION", default_value = "30s", value_parser = duration)]
     pub duration: Duration,
     /// Show what a look that goes on has found so far
@@ -262,6 +262,13 @@ pub struct LeaksArgs {
     /// End a look and show what it has found
     #[arg(long, requires = "target")]
     pub stop: bool,
+}
+
+/// Whose leaks, and for how long.
+#[derive(Debug, Args)]
+pub struct LeaksArgs {
+    #[command(flatten)]
+    pub look: LookArgs,
     /// Write a profile for pprof
     #[arg(long, value_name = "FILE", requires = "target", value_hint = ValueHint::FilePath)]
     pub pprof: Option<PathBuf>,
@@ -276,18 +283,8 @@ pub struct LeaksArgs {
 /// Whose launches, and for how long.
 #[derive(Debug, Args)]
 pub struct ProfileArgs {
-    /// A tenant, or a process by its number; without one, those that are profiled are listed
-    #[arg(value_name = "TENANT|PID")]
-    pub target: Option<String>,
-    /// How long to look, such as 30s, 10min or 2h
-    #[arg(long = "for", value_name = "DURATION", default_value = "30s", value_parser = duration)]
-    pub duration: Duration,
-    /// Show what a look that goes on has found so far
-    #[arg(long, requires = "target", conflicts_with = "stop")]
-    pub so_far: bool,
-    /// End a look and show what it has found
-    #[arg(long, requires = "target")]
-    pub stop: bool,
+    #[command(flatten)]
+    pub look: LookArgs,
     /// Print JSON: all kernels, histograms, no colours
     #[arg(long)]
     pub json: bool,
@@ -296,18 +293,8 @@ pub struct ProfileArgs {
 /// Whose threads, and for how long.
 #[derive(Debug, Args)]
 pub struct IdleArgs {
-    /// A tenant, or a process by its number; without one, those that are looked at are listed
-    #[arg(value_name = "TENANT|PID")]
-    pub target: Option<String>,
-    /// How long to look, such as 10s or 5min, an hour at most
-    #[arg(long = "for", value_name = "DURATION", default_value = "30s", value_parser = duration)]
-    pub duration: Duration,
-    /// Show what a look that goes on has found so far
-    #[arg(long, requires = "target", conflicts_with = "stop")]
-    pub so_far: bool,
-    /// End a look and show what it has found
-    #[arg(long, requires = "target")]
-    pub stop: bool,
+    #[command(flatten)]
+    pub look: LookArgs,
     /// Write folded stacks for flame graphs
     #[arg(long, value_name = "FILE", requires = "target", value_hint = ValueHint::FilePath)]
     pub folded: Option<PathBuf>,

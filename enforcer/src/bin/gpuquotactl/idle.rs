@@ -3,11 +3,8 @@
 use std::{fmt::Write as _, time::Duration};
 
 use gpuquota_enforcer::{
-    client::Client,
-    control::{
-        idle::{IdleGpu, IdleProcess, IdleReport, IdleShare, IdleStack, IdleState},
-        leaks::Target,
-    },
+    client::{Client, looks::Idle},
+    control::idle::{IdleGpu, IdleProcess, IdleReport, IdleShare, IdleStack, IdleState},
     idle::{State, folded::folded},
 };
 
@@ -27,29 +24,13 @@ const PROCESSES: usize = 16;
 
 /// Looks for so long, or until interrupted, and shows what was found; without a target, what looks there are.
 pub async fn idle(client: &Client, arguments: &IdleArgs) -> Result<(), Error> {
-    let Some(target) = &arguments.target else {
-        let targets = client.idle_targets().await?;
-        return look::list(
-            &targets,
-            arguments.json,
-            "no threads are followed; `gpuquotactl idle TENANT` or PID begins to\n",
-        );
+    let words = look::Words {
+        doing: "following the threads",
+        none: "no threads are followed; `gpuquotactl idle TENANT` or PID begins to\n",
     };
-    let target = Target::parse(target);
-    let report = if arguments.so_far {
-        client.idle(&target).await?
-    } else if arguments.stop {
-        client.stop_idle(&target).await?
-    } else {
-        client.start_idle(&target, arguments.duration).await?;
-        look::wait(
-            "following the threads",
-            &target,
-            arguments.duration,
-            arguments.json,
-        )
-        .await;
-        client.stop_idle(&target).await?
+    let looked = look::look::<Idle>(client, &arguments.look, arguments.json, &words);
+    let Some(report) = looked.await? else {
+        return Ok(());
     };
     if let Some(file) = &arguments.folded {
         std::fs::write(file, folded(&report)).map_err(|source| Error::File {

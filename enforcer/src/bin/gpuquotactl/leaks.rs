@@ -3,8 +3,8 @@
 use std::{fmt::Write as _, path::Path, time::Duration};
 
 use gpuquota_enforcer::{
-    client::Client,
-    control::leaks::{LeakReport, LeakSite, Target},
+    client::{Client, looks::Leaks},
+    control::leaks::{LeakReport, LeakSite},
     insight::{folded::folded, pprof},
 };
 
@@ -22,29 +22,13 @@ const FRAMES: usize = 24;
 
 /// Looks for so long, or until interrupted, and shows what was found; without a target, what looks there are.
 pub async fn leaks(client: &Client, arguments: &LeaksArgs) -> Result<(), Error> {
-    let Some(target) = &arguments.target else {
-        let targets = client.leak_targets().await?;
-        return look::list(
-            &targets,
-            arguments.json,
-            "no allocations are followed; `gpuquotactl leaks TENANT` or PID begins to\n",
-        );
+    let words = look::Words {
+        doing: "following the allocations",
+        none: "no allocations are followed; `gpuquotactl leaks TENANT` or PID begins to\n",
     };
-    let target = Target::parse(target);
-    let report = if arguments.so_far {
-        client.leaks(&target).await?
-    } else if arguments.stop {
-        client.stop_leaks(&target).await?
-    } else {
-        client.start_leaks(&target, arguments.duration).await?;
-        look::wait(
-            "following the allocations",
-            &target,
-            arguments.duration,
-            arguments.json,
-        )
-        .await;
-        client.stop_leaks(&target).await?
+    let looked = look::look::<Leaks>(client, &arguments.look, arguments.json, &words);
+    let Some(report) = looked.await? else {
+        return Ok(());
     };
     if let Some(file) = &arguments.pprof {
         write(file, &pprof::encode(&report))?;

@@ -3,10 +3,9 @@
 use std::fmt::Write as _;
 
 use gpuquota_enforcer::{
-    client::Client,
+    client::{Client, looks::Profile},
     control::{
         Notice,
-        leaks::Target,
         profile::{ProfileKernel, ProfileProcess, ProfileReport},
     },
     profile::histogram::quantile,
@@ -26,29 +25,13 @@ const NAME: usize = 60;
 
 /// Looks for so long, or until interrupted, and shows what was found; without a target, what looks there are.
 pub async fn profile(client: &Client, arguments: &ProfileArgs) -> Result<(), Error> {
-    let Some(target) = &arguments.target else {
-        let targets = client.profile_targets().await?;
-        return look::list(
-            &targets,
-            arguments.json,
-            "no launches are profiled; `gpuquotactl profile TENANT` or PID begins to\n",
-        );
+    let words = look::Words {
+        doing: "profiling the launches",
+        none: "no launches are profiled; `gpuquotactl profile TENANT` or PID begins to\n",
     };
-    let target = Target::parse(target);
-    let report = if arguments.so_far {
-        client.profile(&target).await?
-    } else if arguments.stop {
-        client.stop_profile(&target).await?
-    } else {
-        client.start_profile(&target, arguments.duration).await?;
-        look::wait(
-            "profiling the launches",
-            &target,
-            arguments.duration,
-            arguments.json,
-        )
-        .await;
-        client.stop_profile(&target).await?
+    let looked = look::look::<Profile>(client, &arguments.look, arguments.json, &words);
+    let Some(report) = looked.await? else {
+        return Ok(());
     };
     if arguments.json {
         output::print_json(&report)
