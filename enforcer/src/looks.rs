@@ -267,7 +267,7 @@ mod tests {
             command: "clouds",
         };
         const MOST: usize = 2;
-        const LONGEST: Duration = Duration::from_mins(60);
+        const LONGEST: Duration = Duration::from_hours(1);
 
         fn begin(target: Target, _: Duration, host: Weak<AtomicU32>) -> Result<Self, fmt::Error> {
             if target == Target::Process(13) {

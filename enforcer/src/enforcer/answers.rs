@@ -146,7 +146,7 @@ impl Control for Enforcer {
     }
 
     fn start_leaks(&self, target: Target, limit: Duration) -> Result<(), ControlError> {
-        self.start_look(target, limit)
+        self.start_look(&target, limit)
     }
 
     fn leaks(&self, target: &Target) -> Result<LeakReport, ControlError> {

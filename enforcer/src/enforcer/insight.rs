@@ -65,9 +65,9 @@ impl Enforcer {
     }
 
     /// Begins to follow allocations.
-    pub(super) fn start_look(&self, target: Target, limit: Duration) -> Result<(), ControlError> {
-        self.known_target(&target)?;
-        Ok(self.leaks.start(&target, limit)?)
+    pub(super) fn start_look(&self, target: &Target, limit: Duration) -> Result<(), ControlError> {
+        self.known_target(target)?;
+        Ok(self.leaks.start(target, limit)?)
     }
 
     /// A line for `doctor`.

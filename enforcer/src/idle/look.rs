@@ -40,7 +40,7 @@ use crate::{
         idle::{IdleKernel, TICKS},
     },
     launch::process::started,
-    profile::sampling::{Order, SELDOM_NS, Sampling, Spent},
+    profile::sampling::{Loan, Order, SELDOM_NS, Sampling, Spent},
     time::{
         gpu::Told,
         levers::wall_us,
@@ -628,7 +628,7 @@ impl Keeper {
             return;
         }
         let now = monotonic_ns();
-        let mut sampling = Sampling::new(budget);
+        let mut sampling = Sampling::new(budget, Loan::SHORT);
         sampling.came(now, Spent::default());
         let next = Duration::from_nanos(sampling.next_ns());
         known.correlator.meet(pid, now);

@@ -29,7 +29,7 @@ use super::{
     calls::{self, CALLS, EXPECTED},
     cost::{self, CostError, Costs},
     histogram::Histogram,
-    sampling::{Order, SELDOM_NS, Sampling, Spent},
+    sampling::{Loan, Order, SELDOM_NS, Sampling, Spent},
 };
 use crate::{
     control::{
@@ -329,7 +329,14 @@ impl State {
                 tenant: rules.tenant,
                 factor: rules.factor,
                 budget: rules.budget,
-                sampling: std::array::from_fn(|group| Sampling::new(rules.budget * share(group))),
+                sampling: std::array::from_fn(|group| {
+                    let loan = if group == group::LAUNCHES {
+                        Loan::SHORT
+                    } else {
+                        Loan::LONG
+                    };
+                    Sampling::new(rules.budget * share(group), loan)
+                }),
                 files: Vec::new(),
                 trouble: None,
                 ended: false,

@@ -14,10 +14,29 @@ pub const STRETCH_NS: u64 = 100_000_000;
 const SHORT_NS: u64 = 5_000_000;
 /// What is not used is saved for so long: nanoseconds.
 const HORIZON_NS: f64 = 10e9;
-/// A process may begin with what it saves in this time, and has it back when [`LOAN_OVER_NS`] have passed.
-const LOAN_NS: f64 = 250e6;
-/// See [`LOAN_NS`].
-const LOAN_OVER_NS: f64 = 1e9;
+/// What probes may cost before it has been saved.
+#[derive(Clone, Copy, Debug)]
+pub struct Loan {
+    /// What is saved in this time: nanoseconds.
+    pub of_ns: f64,
+    /// It is less and less, and nothing after this time.
+    pub over_ns: f64,
+}
+
+impl Loan {
+    /// Short, so that looks of a second keep to the budget.
+    pub const SHORT: Self = Self {
+        of_ns: 250e6,
+        over_ns: 1e9,
+    };
+    /// For calls that are rare but for the beginning of a program, and whose budget is a small part of one that others have to
+    /// keep to, who pay for it.
+    pub const LONG: Self = Self {
+        of_ns: 2e9,
+        over_ns: 20e9,
+    };
+}
+
 /// How long breakpoints stay after the order to take them out, until it is known.
 const TAIL_NS: f64 = 20e6;
 /// Longer than that is no property of the host.
@@ -67,6 +86,7 @@ enum Phase {
 pub struct Sampling {
     /// Part of its time that may be spent.
     budget: f64,
+    loan: Loan,
     /// Nanoseconds that may be spent now; negative if too much was.
     credit: f64,
     last_ns: u64,
@@ -111,9 +131,10 @@ fn ns(nanoseconds: u64) -> f64 {
 
 impl Sampling {
     /// Begins with probes that are being put in, with a budget from 0 to 1.
-    pub fn new(budget: f64) -> Self {
+    pub fn new(budget: f64, loan: Loan) -> Self {
         Self {
             budget,
+            loan,
             credit: 0.0,
             last_ns: 0,
             spent: Spent::default(),
@@ -231,8 +252,8 @@ impl Sampling {
 
     /// What may be spent without having been saved.
     fn loan(&self) -> f64 {
-        let part = 1.0 - ns(self.age()) / LOAN_OVER_NS;
-        self.budget * LOAN_NS * part.max(0.0)
+        let part = 1.0 - ns(self.age()) / self.loan.over_ns;
+        self.budget * self.loan.of_ns * part.max(0.0)
     }
 
     /// What will have been spent when the probes are out, if they are taken out at the next look.
@@ -344,7 +365,11 @@ mod tests {
 
     impl Model {
         fn new(budget: f64, host: Host) -> Self {
-            let mut sampling = Sampling::new(budget);
+            Self::lent(budget, Loan::SHORT, host)
+        }
+
+        fn lent(budget: f64, loan: Loan, host: Host) -> Self {
+            let mut sampling = Sampling::new(budget, loan);
             sampling.came(0, Spent::default());
             Self {
                 host,
@@ -439,6 +464,28 @@ mod tests {
     }
 
     #[test]
+    fn a_program_that_begins_may_ask_for_all_its_kernels() {
+        let eighth = 0.01 / 8.0;
+        let mut model = Model::lent(eighth, Loan::LONG, QUICK);
+        // A thousand calls a second, and then none.
+        model.run(0.004, 500);
+        model.run(0.0, 5000);
+        assert_eq!((model.sampling.is_on(), model.stretches), (true, 1));
+        // Who goes on to ask for kernels is not asked all the time for that.
+        let mut model = Model::lent(eighth, Loan::LONG, QUICK);
+        for second in 1..60_u64 {
+            model.run(0.1, 1000);
+            let may = eighth * (ns(second * 1000 * MS) + Loan::LONG.of_ns);
+            assert!(ns(model.spent.all()) <= may, "{second}");
+        }
+        assert!(
+            model.part() <= eighth && model.stretches > 2,
+            "{}",
+            model.part()
+        );
+    }
+
+    #[test]
     fn a_new_budget_holds_from_then_on() {
         let mut model = Model::new(1.0, QUICK);
         model.run(0.1, 5000);
@@ -453,7 +500,7 @@ mod tests {
 
     #[test]
     fn what_could_not_be_put_in_is_tried_again_a_second_later() {
-        let mut sampling = Sampling::new(0.01);
+        let mut sampling = Sampling::new(0.01, Loan::SHORT);
         sampling.came(0, Spent::default());
         sampling.put_off();
         let tried = (1..200).find(|at| sampling.look(at * 20 * MS, Spent::default()) == Order::In);
@@ -462,7 +509,7 @@ mod tests {
 
     #[test]
     fn a_clock_that_stands_still_is_no_reason_to_change() {
-        let mut sampling = Sampling::new(0.01);
+        let mut sampling = Sampling::new(0.01, Loan::SHORT);
         sampling.came(5, Spent::default());
         assert_eq!(sampling.look(5, Spent::default()), Order::Stay);
         assert_eq!(sampling.look(3, Spent::default()), Order::Stay);
@@ -520,7 +567,7 @@ mod tests {
             let mut model = Model::new(budget, QUICK);
             for (rate, ms) in spans {
                 model.run(rate, ms);
-                let may = budget * (ns(model.now) + LOAN_NS) + 4.0 * ns(SELDOM_NS + QUICK.goes + MS) + 200_000.0;
+                let may = budget * (ns(model.now) + Loan::SHORT.of_ns) + 4.0 * ns(SELDOM_NS + QUICK.goes + MS) + 200_000.0;
                 prop_assert!(ns(model.spent.all()) <= may, "{} of {may}", model.spent.all());
             }
         }
