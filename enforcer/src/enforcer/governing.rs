@@ -217,10 +217,10 @@ impl Enforcer {
         Ok(changed)
     }
 
-    /// A cgroup was made: it is governed from now on if it is a tenant's.
-    pub(super) fn cgroup_made(&self, id: u64) -> Result<(), EnforcerError> {
+    /// A cgroup was made: it is governed from now on if it is a tenant's. Returns false if it has no path, gone or not there yet.
+    pub(super) fn cgroup_made(&self, id: u64) -> Result<bool, EnforcerError> {
         let Some(path) = self.hierarchy.path(id) else {
-            return Ok(());
+            return Ok(false);
         };
         self.exempt_changed(&path)?;
         let index = {
@@ -231,20 +231,22 @@ impl Enforcer {
                 .find(|tenant| tenant.cgroup.value.matches(&path))
                 .and_then(|tenant| now.seating.index(&tenant.name))
         };
-        let Some(index) = index else { return Ok(()) };
+        let Some(index) = index else {
+            return Ok(true);
+        };
         if self
             .read()
             .roots
             .get(&id)
             .is_some_and(|(known, _)| *known == index)
         {
-            return Ok(());
+            return Ok(true);
         }
         self.kernel.set_cgroup(id, Some(index))?;
         self.write().roots.insert(id, (index, path.clone()));
         self.attached(index, &path);
         // A process may have been quicker than this event.
-        self.reseat_cgroup(&path)
+        self.reseat_cgroup(&path).map(|()| true)
     }
 
     /// Governs the tenants' cgroups at `path` and above it now, in case the news of one has not been served yet.

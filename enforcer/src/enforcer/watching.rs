@@ -13,7 +13,8 @@ use aya::maps::{MapData, RingBuf};
 use gpuquota_common::{
     event::{Event, kind},
     map::{
-        ORPHAN_CLIENT, ObjectKey, RESERVATIONS, counter, is_context, kind as object_kind, of_place,
+        NO_TENANT, ORPHAN_CLIENT, ObjectKey, RESERVATIONS, counter, is_context,
+        kind as object_kind, of_place,
     },
     nvidia::uvm,
 };
@@ -29,6 +30,11 @@ use crate::{
 
 /// Time between two signs of life to the kernel side, which waits for two seconds.
 const HEARTBEAT: Duration = Duration::from_millis(250);
+
+/// For so long a cgroup may have no path after the kernel has told of it ...
+const YOUNG: Duration = Duration::from_secs(1);
+/// ... and meanwhile it is looked for this often.
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 /// The running threads.
 pub struct Watch {
@@ -77,6 +83,7 @@ impl Enforcer {
         let fd = ring.as_raw_fd();
         let mut next_sweep = Instant::now() + self.config.enforcement.reconcile_interval;
         let mut next_look = Instant::now();
+        let mut young = Vec::new();
         let mut lost = self.lost_events();
         while !self.stopping() {
             let beat = monotonic_ns();
@@ -93,16 +100,22 @@ impl Enforcer {
             // SAFETY: `ring` owns the descriptor and lives as long as this loop.
             let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
             let mut fds = [PollFd::new(borrowed.as_fd(), PollFlags::POLLIN)];
-            let patience = PollTimeout::try_from(HEARTBEAT).unwrap_or(PollTimeout::ZERO);
+            let patience = if young.is_empty() {
+                HEARTBEAT
+            } else {
+                LOOK_AGAIN
+            };
+            let patience = PollTimeout::try_from(patience).unwrap_or(PollTimeout::ZERO);
             // An interrupted wait only means an early look.
             let _ = poll(&mut fds, patience);
             while let Some(item) = ring.next() {
                 if let Some(event) = read_event(&item) {
-                    self.handle(&event, reaper);
+                    self.handle(&event, reaper, &mut young);
                 } else {
                     error!(length = item.len(), "an event of another layout");
                 }
             }
+            self.look_for_young(&mut young);
             let now_lost = self.lost_events();
             if now_lost != lost || Instant::now() >= next_sweep {
                 if now_lost != lost {
@@ -128,14 +141,41 @@ impl Enforcer {
             .map_or(0, |counters| counters[counter::EVENTS_LOST as usize])
     }
 
-    fn handle(self: &Arc<Self>, event: &Event, reaper: &Reaper) {
+    /// The kernel may have passed over the news of a cgroup ([`Kernel::passed_over`]): the first call of a process in no tenant is
+    /// the last moment to see it.
+    ///
+    /// [`Kernel::passed_over`]: crate::kernel::Kernel::passed_over
+    fn govern_if_missed(&self, event: &Event) -> Result<(), EnforcerError> {
+        if event.tenant != NO_TENANT {
+            return Ok(());
+        }
+        match self.hierarchy.of_process(event.tgid) {
+            Ok(path) => self.govern_now(&path),
+            // Gone, or told of before it had its files.
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Looks again for cgroups that had no path when they were told of: the kernel tells of one a moment before it can be found.
+    /// Those that are not found for a second are gone.
+    fn look_for_young(&self, young: &mut Vec<(u64, Instant)>) {
+        young.retain(|(id, told)| match self.cgroup_made(*id) {
+            Ok(found) => !found && told.elapsed() < YOUNG,
+            Err(error) => {
+                error!(%error, cgroup = id, "a cgroup could not be governed");
+                false
+            }
+        });
+    }
+
+    fn handle(self: &Arc<Self>, event: &Event, reaper: &Reaper, young: &mut Vec<(u64, Instant)>) {
         self.served.note(event.at_ns, monotonic_ns());
         self.time.event(event);
         let outcome = match event.kind {
             kind::PROCESS_NEW => {
                 reaper.watch(event.tgid);
                 self.seen(event.tgid);
-                Ok(())
+                self.govern_if_missed(event)
             }
             kind::PROCESS_EXIT => {
                 reaper.watch(event.tgid);
@@ -165,7 +205,11 @@ impl Enforcer {
             .map(drop)
             .map_err(EnforcerError::from),
             kind::OWNER_FREED => self.hand_to_survivor(event),
-            kind::CGROUP_MKDIR => self.cgroup_made(event.cgroup),
+            kind::CGROUP_MKDIR => self.cgroup_made(event.cgroup).map(|found| {
+                if !found {
+                    young.push((event.cgroup, Instant::now()));
+                }
+            }),
             kind::CGROUP_RMDIR => self.cgroup_removed(event.cgroup),
             _ => {
                 self.answer(event);
