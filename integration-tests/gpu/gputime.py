@@ -60,7 +60,7 @@ def shares(test, workers, lines, seconds, wanted=None, within=1.0, within_window
 
 
 # A process that has left the GPU alone for three seconds lends its share; beside five others NVML took six to tell.
-FORGOTTEN = 8
+FORGOTTEN = 12
 # What the victim does in its first moments is not counted: both sides of the comparison begin.
 SETTLED_MS = 600
 
