@@ -62,6 +62,7 @@ use crate::{
     open_files::OpenFiles,
     policy_files::FileError,
     profile::Profiles,
+    stir::Stir,
     telemetry::{EnergyReadings, Telemetry, TelemetryError},
     tenancy::{Seating, TenancyError},
     time::TimeControl,
@@ -196,6 +197,7 @@ pub struct Enforcer {
     faults: Mutex<faulting::Faults>,
     history: Mutex<History>,
     baselines: Mutex<Baselines>,
+    stir: Arc<Stir>,
     _alone: Alone,
     stopping: AtomicBool,
 }
@@ -208,8 +210,10 @@ impl Enforcer {
     pub fn start(config: Config) -> Result<(Arc<Self>, RingBuf<MapData>), EnforcerError> {
         let hierarchy = Hierarchy::open(config.cgroup_root.as_deref())?;
         let energy: Arc<EnergyReadings> = Arc::default();
+        let stir = Arc::new(Stir::default());
         let telemetry = Telemetry::nvml(
             config.enforcement.reconcile_interval,
+            Arc::clone(&stir),
             config.gpu.nvml_library.as_deref(),
             Arc::clone(&energy),
         )
@@ -294,6 +298,7 @@ impl Enforcer {
             faults: Mutex::default(),
             history: Mutex::default(),
             baselines: Mutex::default(),
+            stir,
             _alone: alone,
             stopping: AtomicBool::new(false),
         });
@@ -352,6 +357,8 @@ impl Enforcer {
     /// Says that the daemon is about to end: threads that ask stop.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::Relaxed);
+        // Whoever pauses looks at that.
+        self.stir.news();
     }
 
     fn stopping(&self) -> bool {

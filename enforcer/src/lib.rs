@@ -31,6 +31,7 @@ pub mod notify;
 pub mod open_files;
 pub mod policy_files;
 pub mod profile;
+pub mod stir;
 pub mod telemetry;
 pub mod tenancy;
 pub mod time;

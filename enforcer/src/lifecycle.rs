@@ -15,7 +15,7 @@ use std::{
 };
 
 use gpuquota_common::map::{
-    AccountKey, DeviceKey, ORPHAN_CLIENT, Object, ObjectKey, PARKED, Process, kind,
+    AccountKey, Client, DeviceKey, ORPHAN_CLIENT, Object, ObjectKey, PARKED, Process, kind,
 };
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -349,13 +349,37 @@ pub fn hand_over(
     watch_heir(kernel, tgid, &before, view)
 }
 
+/// Who is in the ledger, as of one look. To go over a map takes as long as it is large, however little is in it: so a
+/// look is made once, for all who ask.
+#[derive(Debug)]
+pub struct Roll {
+    /// Processes that have spoken to the driver.
+    pub processes: Vec<(u32, Process)>,
+    /// Clients that have objects.
+    pub clients: Vec<(u32, Client)>,
+    /// Charged bytes.
+    pub accounts: Vec<(AccountKey, u64)>,
+}
+
+impl Roll {
+    /// Looks.
+    pub fn call(kernel: &Kernel) -> Self {
+        Self {
+            processes: kernel.processes(),
+            clients: kernel.clients().collect(),
+            accounts: kernel.accounts().collect(),
+        }
+    }
+}
+
 /// Processes in the ledger that are gone, or whose number another process has now.
-pub fn dead_processes(kernel: &Kernel, view: &dyn ProcessView) -> BTreeSet<u32> {
+pub fn dead_processes(kernel: &Kernel, roll: &Roll, view: &dyn ProcessView) -> BTreeSet<u32> {
     let ticks = ticks_per_second();
-    let known: BTreeMap<u32, Process> = kernel.processes().into_iter().collect();
-    let mut dead: BTreeSet<u32> = known
+    let known: BTreeSet<u32> = roll.processes.iter().map(|(tgid, _)| *tgid).collect();
+    let mut dead: BTreeSet<u32> = roll
+        .processes
         .iter()
-        .filter(|(tgid, process)| match view.started(**tgid) {
+        .filter(|(tgid, process)| match view.started(*tgid) {
             None => true,
             // proc shows the start in ticks; the kernel side has nanoseconds.
             Some(started) => {
@@ -365,18 +389,19 @@ pub fn dead_processes(kernel: &Kernel, view: &dyn ProcessView) -> BTreeSet<u32> 
         .map(|(tgid, _)| *tgid)
         .collect();
     // What a kernel-side release left behind while no daemon was there.
-    let strangers: BTreeSet<u32> = kernel
-        .clients()
+    let strangers: BTreeSet<u32> = roll
+        .clients
+        .iter()
         .filter(|(_, client)| client.mixed == 0)
         .map(|(_, client)| client.tgid)
-        .chain(kernel.accounts().map(|(key, _)| key.tgid))
+        .chain(roll.accounts.iter().map(|(key, _)| key.tgid))
         .chain(
             kernel
-                .objects_where(|client| client.mixed != 0)
+                .objects_below(&roll.clients, |client| client.mixed != 0)
                 .into_iter()
                 .map(|(_, object)| object.tgid),
         )
-        .filter(|tgid| !known.contains_key(tgid))
+        .filter(|tgid| !known.contains(tgid))
         .collect();
     dead.extend(
         strangers

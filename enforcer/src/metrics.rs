@@ -184,9 +184,9 @@ pub struct MapFill {
     pub capacity: u64,
 }
 
-/// The text that Prometheus reads (exposition format 0.0.4).
-pub fn render(snapshot: &Snapshot) -> String {
-    let mut out = Exposition::default();
+/// The text that Prometheus reads (exposition format 0.0.4), handed to `sink` in pieces of whole lines until that returns false.
+pub fn render(snapshot: &Snapshot, sink: &mut dyn FnMut(String) -> bool) {
+    let mut out = Exposition::to(sink);
     daemon(&mut out, snapshot);
     policy(&mut out, snapshot);
     gpus(&mut out, &snapshot.gpus);
@@ -198,10 +198,10 @@ pub fn render(snapshot: &Snapshot) -> String {
     launches(&mut out, &snapshot.tenants);
     profile::render(&mut out, &snapshot.tenants);
     kernel_side(&mut out, snapshot);
-    out.finish()
+    out.finish();
 }
 
-fn daemon(out: &mut Exposition, snapshot: &Snapshot) {
+fn daemon(out: &mut Exposition<'_>, snapshot: &Snapshot) {
     out.family(
         "gpuquota_build_info",
         Kind::Gauge,
@@ -259,7 +259,7 @@ fn daemon(out: &mut Exposition, snapshot: &Snapshot) {
     .plain(cost.start_time);
 }
 
-fn policy(out: &mut Exposition, snapshot: &Snapshot) {
+fn policy(out: &mut Exposition<'_>, snapshot: &Snapshot) {
     let policy = &snapshot.policy;
     let tenants = u64::try_from(snapshot.tenants.len()).unwrap_or(u64::MAX);
     out.family(
@@ -309,7 +309,7 @@ fn policy(out: &mut Exposition, snapshot: &Snapshot) {
     }
 }
 
-fn gpus(out: &mut Exposition, gpus: &[GpuSample]) {
+fn gpus(out: &mut Exposition<'_>, gpus: &[GpuSample]) {
     let info = out.family(
         "gpuquota_gpu_info",
         Kind::Gauge,
@@ -358,7 +358,7 @@ fn gpus(out: &mut Exposition, gpus: &[GpuSample]) {
     energy(out, gpus);
 }
 
-fn energy(out: &mut Exposition, gpus: &[GpuSample]) {
+fn energy(out: &mut Exposition<'_>, gpus: &[GpuSample]) {
     let board = out.family(
         "gpuquota_gpu_energy_joules_total",
         Kind::Counter,
@@ -387,7 +387,7 @@ fn energy(out: &mut Exposition, gpus: &[GpuSample]) {
     }
 }
 
-fn tenants(out: &mut Exposition, tenants: &[TenantSample]) {
+fn tenants(out: &mut Exposition<'_>, tenants: &[TenantSample]) {
     let info = out.family("gpuquota_tenant_info", Kind::Gauge, "A tenant; always 1.");
     for tenant in tenants {
         let labels = [
@@ -490,7 +490,7 @@ fn stalled(pressure: &Pressure) -> [(&'static str, f64); 2] {
 
 /// A family with one value for each tenant and GPU.
 fn on_gpu(
-    out: &mut Exposition,
+    out: &mut Exposition<'_>,
     tenants: &[TenantSample],
     name: &'static str,
     kind: Kind,
@@ -510,7 +510,7 @@ fn on_gpu(
 }
 
 /// Memory beyond one limit and its use.
-fn more_memory(out: &mut Exposition, tenants: &[TenantSample]) {
+fn more_memory(out: &mut Exposition<'_>, tenants: &[TenantSample]) {
     on_gpu(
         out,
         tenants,
@@ -569,7 +569,7 @@ fn more_memory(out: &mut Exposition, tenants: &[TenantSample]) {
     );
 }
 
-fn gpu_time(out: &mut Exposition, tenants: &[TenantSample]) {
+fn gpu_time(out: &mut Exposition<'_>, tenants: &[TenantSample]) {
     let controlled = || {
         tenants.iter().flat_map(|tenant| {
             let gpus = tenant.gpus.iter();
@@ -637,7 +637,7 @@ fn gpu_time(out: &mut Exposition, tenants: &[TenantSample]) {
     }
 }
 
-fn launches(out: &mut Exposition, tenants: &[TenantSample]) {
+fn launches(out: &mut Exposition<'_>, tenants: &[TenantSample]) {
     let mut family = |name, help, value: fn(&TenantLaunch) -> f64| {
         let family = out.family(name, Kind::Counter, help);
         for tenant in tenants {
@@ -696,7 +696,7 @@ fn launches(out: &mut Exposition, tenants: &[TenantSample]) {
     }
 }
 
-fn kernel_side(out: &mut Exposition, snapshot: &Snapshot) {
+fn kernel_side(out: &mut Exposition<'_>, snapshot: &Snapshot) {
     let entries = out.family(
         "gpuquota_map_entries",
         Kind::Gauge,
@@ -782,6 +782,15 @@ fn limit(value: Option<u64>) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn text_of(snapshot: &Snapshot) -> String {
+        let mut text = String::new();
+        render(snapshot, &mut |piece| {
+            text.push_str(&piece);
+            true
+        });
+        text
+    }
 
     fn snapshot() -> Snapshot {
         Snapshot {
@@ -870,20 +879,20 @@ mod tests {
 
     #[test]
     fn the_text_is_as_prometheus_wants_it() {
-        insta::assert_snapshot!(render(&snapshot()));
+        insta::assert_snapshot!(text_of(&snapshot()));
     }
 
     #[test]
     fn a_tenant_that_is_gone_has_no_series() {
         let mut snapshot = snapshot();
-        assert!(render(&snapshot).contains("tenant=\"vision\""));
+        assert!(text_of(&snapshot).contains("tenant=\"vision\""));
         snapshot.tenants.clear();
-        assert!(!render(&snapshot).contains("vision"));
+        assert!(!text_of(&snapshot).contains("vision"));
     }
 
     #[test]
     fn what_nvml_does_not_tell_is_absent_and_not_zero() {
-        let text = render(&snapshot());
+        let text = text_of(&snapshot());
         assert!(text.contains("gpuquota_gpu_memory_used_bytes{gpu=\"0\"}"));
         assert!(!text.contains("gpuquota_gpu_memory_used_bytes{gpu=\"1\"}"));
         assert!(!text.contains("gpuquota_gpu_ledger_drift_bytes{gpu=\"1\"}"));
@@ -899,7 +908,7 @@ mod tests {
 
     #[test]
     fn alerts_dashboard_and_documentation_speak_of_what_there_is() {
-        let text = render(&snapshot());
+        let text = text_of(&snapshot());
         let families = text
             .lines()
             .filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());

@@ -95,8 +95,9 @@ impl Seating {
     }
 }
 
-/// Limits by index and place.
-pub type Budgets = BTreeMap<(u32, u32), Budget>;
+/// Limits by index and place, each once. A list: there are 16,000 of them for 1,000 tenants on 8 GPUs, and they are written one
+/// after the other.
+pub type Budgets = Vec<((u32, u32), Budget)>;
 /// Reserved bytes by index and GPU, where there are any.
 pub type Reservations = BTreeMap<(u32, u32), u64>;
 
@@ -228,14 +229,12 @@ fn retired_index(seating: &Seating, name: &str) -> Option<u32> {
 
 /// Limits and reservations of the tenants in force on every GPU.
 fn limits(policy: &Policy, gpus: &[HostGpu], seating: &Seating) -> (Budgets, Reservations) {
-    let (mut budgets, mut reservations) = (Budgets::new(), Reservations::new());
-    for gpu in gpus {
-        let on_gpu = policy.on(gpu);
-        for (index, seat) in seating.in_force() {
-            let Some(effective) = on_gpu.budget(&seat.name) else {
-                continue;
-            };
-            let memory = effective.memory;
+    let places = gpus.len() * 2;
+    let mut budgets = Budgets::with_capacity(policy.tenants.len() * places);
+    let mut reservations = Reservations::new();
+    let on_gpus = policy.on_each(gpus);
+    for (index, seat) in seating.in_force() {
+        for (gpu, memory) in on_gpus.memory(&seat.name) {
             let budget = Budget {
                 memory_max: memory.max.unwrap_or(u64::MAX),
                 memory_high: memory.high.unwrap_or(u64::MAX),
@@ -253,10 +252,10 @@ fn limits(policy: &Policy, gpus: &[HostGpu], seating: &Seating) -> (Budgets, Res
                 memory_high: u64::MAX,
                 ..budget
             };
-            budgets.insert((index, gpu.index), budget);
-            budgets.insert((index, host_place(gpu.index)), pinned);
+            budgets.push(((index, gpu), budget));
+            budgets.push(((index, host_place(gpu)), pinned));
             if memory.min > 0 {
-                reservations.insert((index, gpu.index), memory.min.min(MAX_RESERVATION));
+                reservations.insert((index, gpu), memory.min.min(MAX_RESERVATION));
             }
         }
     }
@@ -353,9 +352,13 @@ mod tests {
             plan.seating.index("a").expect("seated"),
             plan.seating.index("b").expect("seated"),
         );
-        assert_eq!(plan.budgets[&(a, 0)].memory_max, 4 << 30);
-        assert_eq!(plan.budgets[&(a, host_place(0))].memory_max, 1 << 30);
-        assert_eq!(plan.budgets[&(b, host_place(0))].memory_max, u64::MAX);
+        let max = |place: (u32, u32)| {
+            let found = plan.budgets.iter().find(|(at, _)| *at == place);
+            found.map(|(_, budget)| budget.memory_max)
+        };
+        assert_eq!(max((a, 0)), Some(4 << 30));
+        assert_eq!(max((a, host_place(0))), Some(1 << 30));
+        assert_eq!(max((b, host_place(0))), Some(u64::MAX));
         assert_eq!(plan.reservations, BTreeMap::from([((a, 0), 2 << 30)]));
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::builtin::{self, BURST_NANOS, LEAST_BURST};
 use crate::gpu::{GpuSelector, HostGpu};
-use crate::limits::{Key, Limits};
+use crate::limits::{Key, Limits, Written};
 use crate::policy::{Policy, Tenant};
 use crate::profile::{Factor, Share};
 use crate::source::{Origin, Spanned};
@@ -247,13 +247,13 @@ impl<'a> Layers<'a> {
     /// The value that holds.
     pub(crate) fn first<T>(
         &self,
-        field: impl Fn(&'a Limits) -> &'a Option<Spanned<T>>,
+        field: impl Fn(&'a Limits) -> &'a Written<T>,
     ) -> Option<&'a Spanned<T>> {
-        self.0.iter().find_map(|(_, limits)| field(limits).as_ref())
+        self.0.iter().find_map(|(_, limits)| field(limits).as_deref())
     }
 
     /// The plain value that holds.
-    fn value<T: Copy + 'a>(&self, field: impl Fn(&'a Limits) -> &'a Option<Spanned<T>>) -> T {
+    fn value<T: Copy + 'a>(&self, field: impl Fn(&'a Limits) -> &'a Written<T>) -> T {
         self.first(field)
             .map(|spanned| spanned.value)
             .expect("the built-in defaults have every key but launch.burst")
@@ -277,6 +277,42 @@ impl<'a> Layers<'a> {
             |burst| burst.value,
         )
     }
+
+    fn memory(&self) -> MemoryBudget {
+        let bytes = |limit: Limit<Size>| limit.get().map(|size| size.0);
+        MemoryBudget {
+            max: bytes(self.value(|limits| &limits.memory_max)),
+            high: bytes(self.value(|limits| &limits.memory_high)),
+            min: self.value(|limits| &limits.memory_min).0,
+            on_max: self.value(|limits| &limits.memory_on_max),
+            on_high: self.value(|limits| &limits.memory_on_high),
+            wait_timeout: self.value(|limits| &limits.memory_wait_timeout),
+            managed: self.value(|limits| &limits.memory_managed),
+            context: self.value(|limits| &limits.memory_context),
+            host: bytes(self.value(|limits| &limits.memory_host)),
+            on_breach: self.value(|limits| &limits.memory_on_breach),
+        }
+    }
+
+    fn launch(&self) -> LaunchBudget {
+        LaunchBudget {
+            max: self.value(|limits| &limits.launch_max).get(),
+            burst: self.launch_burst(),
+            on_max: self.value(|limits| &limits.launch_on_max),
+            patience: self.value(|limits| &limits.launch_patience),
+            pace: self.value(|limits| &limits.launch_pace),
+            graph_cost: self.value(|limits| &limits.launch_graph_cost),
+        }
+    }
+
+    fn time(&self) -> TimeBudget {
+        TimeBudget {
+            weight: self.value(|limits| &limits.time_weight).get(),
+            max: self.value(|limits| &limits.time_max).get(),
+            starve_max: self.value(|limits| &limits.time_starve_max),
+            latency_target: self.value(|limits| &limits.time_latency_target).get(),
+        }
+    }
 }
 
 /// A policy as it is for one GPU.
@@ -285,7 +321,7 @@ pub struct OnGpu<'a> {
     selectors: [GpuSelector; 3],
 }
 
-impl OnGpu<'_> {
+impl<'a> OnGpu<'a> {
     /// Everything that holds for a tenant on this GPU. None if there is no such tenant.
     ///
     /// For each key the first of these that has it counts: the tenant's table for the GPU's UUID, for its index, for `"*"`; the
@@ -293,38 +329,14 @@ impl OnGpu<'_> {
     pub fn budget(&self, tenant: &str) -> Option<Budget> {
         let policy = self.policy;
         let tenant = policy.tenants.get(tenant)?;
-        let layers = Layers::of_tenant(policy, tenant, &self.selectors);
-        let bytes = |limit: Limit<Size>| limit.get().map(|size| size.0);
+        let layers = self.layers(tenant);
         Some(Budget {
             class: tenant.class_name().to_owned(),
             priority: policy.class_priority(tenant.class_name()),
             exclusive: policy.class_exclusive(tenant.class_name()),
-            memory: MemoryBudget {
-                max: bytes(layers.value(|limits| &limits.memory_max)),
-                high: bytes(layers.value(|limits| &limits.memory_high)),
-                min: layers.value(|limits| &limits.memory_min).0,
-                on_max: layers.value(|limits| &limits.memory_on_max),
-                on_high: layers.value(|limits| &limits.memory_on_high),
-                wait_timeout: layers.value(|limits| &limits.memory_wait_timeout),
-                managed: layers.value(|limits| &limits.memory_managed),
-                context: layers.value(|limits| &limits.memory_context),
-                host: bytes(layers.value(|limits| &limits.memory_host)),
-                on_breach: layers.value(|limits| &limits.memory_on_breach),
-            },
-            launch: LaunchBudget {
-                max: layers.value(|limits| &limits.launch_max).get(),
-                burst: layers.launch_burst(),
-                on_max: layers.value(|limits| &limits.launch_on_max),
-                patience: layers.value(|limits| &limits.launch_patience),
-                pace: layers.value(|limits| &limits.launch_pace),
-                graph_cost: layers.value(|limits| &limits.launch_graph_cost),
-            },
-            time: TimeBudget {
-                weight: layers.value(|limits| &limits.time_weight).get(),
-                max: layers.value(|limits| &limits.time_max).get(),
-                starve_max: layers.value(|limits| &limits.time_starve_max),
-                latency_target: layers.value(|limits| &limits.time_latency_target).get(),
-            },
+            memory: layers.memory(),
+            launch: layers.launch(),
+            time: layers.time(),
             fault: FaultBudget {
                 on_xid: layers.value(|limits| &limits.fault_on_xid),
                 xids: layers.value(|limits| &limits.fault_xids),
@@ -336,6 +348,64 @@ impl OnGpu<'_> {
             },
         })
     }
+
+    /// What of a tenant's budget is about launches.
+    pub fn launch(&self, tenant: &str) -> Option<LaunchBudget> {
+        Some(self.layers(self.policy.tenants.get(tenant)?).launch())
+    }
+
+    fn layers(&self, tenant: &'a Tenant) -> Layers<'_> {
+        Layers::of_tenant(self.policy, tenant, &self.selectors)
+    }
+}
+
+/// A policy as it is for several GPUs: what holds where no table names a GPU is found once for all of them.
+pub struct OnGpus<'a>(Vec<(u32, OnGpu<'a>)>);
+
+impl OnGpus<'_> {
+    /// What of a tenant's budget is about memory, by index of the GPU.
+    pub fn memory(&self, tenant: &str) -> Vec<(u32, MemoryBudget)> {
+        self.each(tenant, |layers| layers.memory())
+    }
+
+    /// What of it is about GPU time.
+    pub fn time(&self, tenant: &str) -> Vec<(u32, TimeBudget)> {
+        self.each(tenant, |layers| layers.time())
+    }
+
+    fn each<T: Clone>(&self, tenant: &str, of: impl Fn(&Layers<'_>) -> T) -> Vec<(u32, T)> {
+        let Some((tenant, policy)) = self.0.first().and_then(|(_, on_gpu)| {
+            let tenant = on_gpu.policy.tenants.get(tenant)?;
+            Some((tenant, on_gpu.policy))
+        }) else {
+            return Vec::new();
+        };
+        let class = policy.classes.get(tenant.class_name());
+        let named: Vec<&GpuSelector> = tenant
+            .gpu
+            .keys()
+            .chain(class.into_iter().flat_map(|class| class.gpu.keys()))
+            .filter(|selector| **selector != GpuSelector::Any)
+            .collect();
+        let mut unnamed: Option<T> = None;
+        let on = |(index, on_gpu): &(u32, OnGpu<'_>)| {
+            let is_named = named
+                .iter()
+                .any(|selector| on_gpu.selectors.contains(*selector));
+            let found = match &unnamed {
+                Some(known) if !is_named => known.clone(),
+                _ => {
+                    let found = of(&on_gpu.layers(tenant));
+                    if !is_named {
+                        unnamed = Some(found.clone());
+                    }
+                    found
+                }
+            };
+            (*index, found)
+        };
+        self.0.iter().map(on).collect()
+    }
 }
 
 impl Policy {
@@ -345,6 +415,11 @@ impl Policy {
             policy: self,
             selectors: GpuSelector::of(gpu),
         }
+    }
+
+    /// The policy as it is for several GPUs.
+    pub fn on_each(&self, gpus: &[HostGpu]) -> OnGpus<'_> {
+        OnGpus(gpus.iter().map(|gpu| (gpu.index, self.on(gpu))).collect())
     }
 
     /// Everything that holds for a tenant on a GPU, as [`OnGpu::budget`] says.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::LazyLock;
 use std::time::Duration;
 
-use crate::limits::Limits;
+use crate::limits::{Limits, Written};
 use crate::policy::Class;
 use crate::profile::{Factor, Share};
 use crate::source::{Origin, Spanned};
@@ -34,8 +34,12 @@ pub(crate) const LEAST_BURST: u32 = 16;
 /// end (109). From NVIDIA's catalogue of Xid errors.
 const APPLICATION_XIDS: [u32; 6] = [13, 31, 32, 43, 69, 109];
 
-#[expect(clippy::unnecessary_wraps, reason = "the fields of Limits are options")]
-fn builtin<T>(value: T) -> Option<Spanned<T>> {
+fn builtin<T>(value: T) -> Written<T> {
+    plain(value).map(Box::new)
+}
+
+#[expect(clippy::unnecessary_wraps, reason = "the fields of Class are options")]
+fn plain<T>(value: T) -> Option<Spanned<T>> {
     static ORIGIN: LazyLock<Origin> = LazyLock::new(Origin::builtin);
     Some(Spanned {
         value,
@@ -97,8 +101,8 @@ static CLASSES: LazyLock<BTreeMap<&'static str, Class>> = LazyLock::new(|| {
             let class = Class {
                 name: name.to_owned(),
                 origin: Origin::builtin(),
-                priority: builtin(priority),
-                exclusive: builtin(false),
+                priority: plain(priority),
+                exclusive: plain(false),
                 limits,
                 gpu: BTreeMap::new(),
             };

@@ -45,14 +45,14 @@ mod values;
 mod xids;
 
 pub use budget::{
-    Budget, ExplainedValue, FaultBudget, LaunchBudget, Level, MemoryBudget, OnGpu, ProfileBudget,
+    Budget, ExplainedValue, FaultBudget, LaunchBudget, Level, MemoryBudget, OnGpu, OnGpus, ProfileBudget,
     TimeBudget,
 };
 pub use builtin::{BUILTIN_CLASSES, DEFAULT_CLASS};
 pub use cgroup::{CgroupPattern, CgroupPatternError};
 pub use diagnostic::{Diagnostic, Diagnostics, Related, Severity};
 pub use gpu::{GpuSelector, GpuSelectorError, Host, HostGpu};
-pub use limits::{Key, Limits};
+pub use limits::{Key, Limits, Written};
 pub use load::{Loaded, MAX_FILE_BYTES};
 pub use name::is_name;
 pub use policy::{Class, Policy, Tenant};

@@ -13,12 +13,15 @@ use crate::values::{
 };
 use crate::xids::Xids;
 
+/// A value, if it is written. Few of the keys of a table are: what is not takes a word.
+pub type Written<T> = Option<Box<Spanned<T>>>;
+
 macro_rules! limits {
     ($($(#[doc = $doc:literal])+ $field:ident $variant:ident $name:literal : $ty:ty;)+) => {
         /// Limits as written: of a tenant, of a class, or of one of them on some GPUs. What is not written is None.
         #[derive(Clone, Debug, Default, PartialEq, Eq)]
         pub struct Limits {
-            $($(#[doc = $doc])+ pub $field: Option<Spanned<$ty>>,)+
+            $($(#[doc = $doc])+ pub $field: Written<$ty>,)+
         }
 
         /// The name of a limit.
@@ -53,7 +56,7 @@ macro_rules! limits {
                 match key {
                     $(Key::$variant => {
                         let value = <$ty>::read(raw)?;
-                        self.$field = Some(Spanned { value, origin });
+                        self.$field = Some(Box::new(Spanned { value, origin }));
                     })+
                 }
                 self.check_smallest_memory_max()
@@ -165,7 +168,7 @@ impl fmt::Display for Key {
 impl Limits {
     /// A limit that is not zero and yet admits nothing is a mistake of units.
     fn check_smallest_memory_max(&mut self) -> Result<(), Mistake> {
-        match &self.memory_max {
+        match self.memory_max.as_deref() {
             Some(Spanned {
                 value: Limit::At(Size(bytes)),
                 ..

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::budget::Layers;
 use crate::diagnostic::{Diagnostic, Report, quote};
 use crate::gpu::{GpuSelector, Host};
+use crate::limits::Limits;
 use crate::policy::{Policy, Tenant};
 use crate::source::{Origin, Spanned};
 use crate::suggest::nearest;
@@ -142,20 +143,41 @@ fn overlap(a: &Tenant, b: &Tenant, report: &mut Report) {
 fn memory(context: &Context<'_>, report: &mut Report) {
     let policy = context.policy;
     for class in policy.classes.values() {
+        if !class.gpu.values().chain([&class.limits]).any(may_disagree) {
+            continue;
+        }
         for selectors in combinations(class.gpu.keys(), std::iter::empty(), context.host) {
             memory_order(&Layers::of_class(policy, &class.name, &selectors), report);
         }
     }
     for tenant in policy.tenants.values() {
-        let of_class: Vec<&GpuSelector> = policy
-            .classes
-            .get(tenant.class_name())
+        let class = policy.classes.get(tenant.class_name());
+        let written = tenant.gpu.values().chain([&tenant.limits]);
+        let of_class = class
+            .into_iter()
+            .flat_map(|class| class.gpu.values().chain([&class.limits]));
+        if !written.chain(of_class).any(may_disagree) {
+            continue;
+        }
+        let of_class: Vec<&GpuSelector> = class
             .map(|class| class.gpu.keys().collect())
             .unwrap_or_default();
         for selectors in combinations(tenant.gpu.keys(), of_class.into_iter(), context.host) {
             memory_order(&Layers::of_tenant(policy, tenant, &selectors), report);
         }
     }
+}
+
+/// Whether a table has anything of which [`memory_order`] could complain, whatever the others say. Most have a hard limit only,
+/// and what is built in sets no soft limit and reserves nothing.
+fn may_disagree(limits: &Limits) -> bool {
+    let is_little = |max: &Limit<Size>| matches!(max, Limit::At(max) if max.0 < LITTLE_MEMORY);
+    limits.memory_high.is_some()
+        || limits.memory_min.is_some()
+        || limits
+            .memory_max
+            .as_ref()
+            .is_some_and(|max| is_little(&max.value))
 }
 
 /// The lists of selectors, most specific first, that can be about one GPU.

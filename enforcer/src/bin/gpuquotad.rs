@@ -190,7 +190,11 @@ async fn serve(config: Config) -> anyhow::Result<()> {
     let metrics = match enforcer.config().metrics_address {
         Some(address) => {
             let enforcer = Arc::clone(&enforcer);
-            let endpoint = metrics::server::serve(address, move || enforcer.metrics()).await?;
+            let look = move || {
+                heap::used();
+                enforcer.measure()
+            };
+            let endpoint = metrics::server::serve(address, look, metrics::render).await?;
             info!("metrics at http://{}/metrics", endpoint.address());
             Some(endpoint)
         }

@@ -13,6 +13,7 @@ use super::{Enforcer, EnforcerError, system};
 use crate::{
     driver::nvidia,
     lifecycle::ProcessView as _,
+    stir::Stir,
     time::{
         act::Reach,
         adopt::{self, AdoptError},
@@ -32,9 +33,10 @@ impl Enforcer {
     /// Starts to look for processes that NVML knows and the ledger does not.
     pub(super) fn start_adopting(self: &Arc<Self>) -> Result<(), EnforcerError> {
         let enforcer = Arc::downgrade(self);
+        let stir = Arc::clone(&self.stir);
         thread::Builder::new()
             .name("adopt".into())
-            .spawn(move || look(&enforcer))
+            .spawn(move || look(&enforcer, &stir))
             .map(drop)
             .map_err(system("starting the thread that adopts processes"))
     }
@@ -152,7 +154,7 @@ impl Enforcer {
     }
 }
 
-fn look(enforcer: &Weak<Enforcer>) {
+fn look(enforcer: &Weak<Enforcer>, stir: &Stir) {
     let mut seen = Seen::default();
     loop {
         let interval = {
@@ -165,6 +167,6 @@ fn look(enforcer: &Weak<Enforcer>) {
             enforcer.adopt_strangers(&mut seen);
             enforcer.config.enforcement.reconcile_interval
         };
-        thread::sleep(interval);
+        stir.pause(interval);
     }
 }

@@ -13,7 +13,8 @@ use super::{Enforcer, EnforcerError};
 use crate::{
     context::{Charge, Contexts, Holder, Look},
     kernel::ApartCharge,
-    lifecycle::ProcessView as _,
+    lifecycle::{ProcessView as _, Roll},
+    stir::Witness,
 };
 
 /// A context of libcuda has so many channel groups.
@@ -79,10 +80,18 @@ impl Known {
 
 impl Enforcer {
     /// Compares the ledger with the last telemetry, once.
-    pub(super) fn charge_contexts(&self) {
-        let (known, homes) = self.known();
+    pub(super) fn charge_contexts(&self, roll: &Roll) {
+        let (known, homes) = self.known(roll);
+        self.stir.testify(
+            Witness::Ledger,
+            known
+                .values()
+                .any(|known| known.charged > 0 || known.groups > 0),
+        );
         let mut state = self.contexts();
-        state.managed = self.charge_managed(&known, &homes, &mut state.suspects);
+        let managed = self.charge_managed(&known, &homes, &mut state.suspects);
+        let moved = managed != state.managed;
+        state.managed = managed;
         let Some(snapshot) = self.telemetry.latest() else {
             return;
         };
@@ -90,7 +99,11 @@ impl Enforcer {
             return;
         }
         state.looked = Some(snapshot.at);
-        let known = self.known().0;
+        let known = if moved {
+            self.known(&Roll::call(&self.kernel)).0
+        } else {
+            known
+        };
         let mut sums: BTreeMap<(u32, u32), Sums> = BTreeMap::new();
         let mut shown: Vec<Holder> = Vec::new();
         for card in &snapshot.cards {
@@ -216,7 +229,7 @@ impl Enforcer {
 
     /// Contexts of a process, on all GPUs.
     pub(super) fn contexts_of(&self, tgid: u32) -> u64 {
-        let (known, _) = self.known();
+        let (known, _) = self.known(&Roll::call(&self.kernel));
         known
             .iter()
             .filter(|((of, _), _)| *of == tgid)
@@ -233,10 +246,10 @@ impl Enforcer {
     }
 
     /// What the ledger has, by process and GPU; and the GPU of the youngest context of each process.
-    fn known(&self) -> (KnownByPlace, Homes) {
+    fn known(&self, roll: &Roll) -> (KnownByPlace, Homes) {
         let mut known = KnownByPlace::new();
         let mut homes = Homes::new();
-        for (_, object) in self.kernel.structure() {
+        for (_, object) in self.kernel.structure_below(&roll.clients) {
             let of_process = (object.tgid, object.gpu);
             if object.kind == kind::CONTEXT {
                 let entry = known.entry(of_process).or_default();
@@ -250,7 +263,7 @@ impl Enforcer {
                 *home = (*home).max((object.born_ns, object.gpu));
             }
         }
-        for (key, bytes) in self.kernel.accounts() {
+        for (key, bytes) in &roll.accounts {
             let gpu = u32::from(key.gpu);
             if gpu < MAX_GPUS {
                 known.entry((key.tgid, gpu)).or_default().charged += bytes;

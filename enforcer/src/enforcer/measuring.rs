@@ -17,7 +17,7 @@ use super::{Enforcer, EnforcerError};
 use crate::{
     journal,
     metrics::{
-        GpuSample, MapFill, PolicySample, Snapshot, TenantGpuSample, TenantSample, own, render,
+        GpuSample, MapFill, PolicySample, Snapshot, TenantGpuSample, TenantSample, own,
     },
     telemetry::Card,
 };
@@ -118,12 +118,8 @@ impl Served {
 }
 
 impl Enforcer {
-    /// The metrics now, in the text format of Prometheus.
-    pub fn metrics(&self) -> String {
-        render(&self.measure())
-    }
-
-    fn measure(&self) -> Snapshot {
+    /// What a scrape of the metrics shows now.
+    pub fn measure(&self) -> Snapshot {
         let mut ledger: BTreeMap<u32, u64> = BTreeMap::new();
         let mut holders: BTreeMap<(u32, u32), BTreeSet<u32>> = BTreeMap::new();
         let mut accounts = 0;

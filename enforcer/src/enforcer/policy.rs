@@ -16,7 +16,7 @@ use crate::{
     backend::Choice,
     config::{MemoryBackend, PolicyDirectories},
     control::{Notice, PolicyLoaded, QuotaChange},
-    journal, policy_files,
+    heap, journal, policy_files,
 };
 
 /// Reads and checks the policy on disk.
@@ -174,6 +174,7 @@ impl Enforcer {
 
     /// `asked`: when this was ordered.
     fn put_in_force(&self, loaded: Loaded, asked: Instant) -> Result<PolicyLoaded, EnforcerError> {
+        heap::used();
         let tenants = u32::try_from(loaded.policy.tenants.len()).unwrap_or(u32::MAX);
         let (generation, warnings) = self.govern(loaded, asked)?;
         self.follow_profiles();

@@ -16,6 +16,7 @@ use crate::{
         ControlError,
         insight::{HeatRow, MemoryHistory},
     },
+    heap,
     history::{History, LONGEST, Track},
 };
 
@@ -41,6 +42,7 @@ impl Enforcer {
             .spawn(move || {
                 while !enforcer.stopping() {
                     enforcer.remember(seconds_now());
+                    heap::tidy();
                     thread::sleep(SECOND);
                 }
             })
@@ -55,13 +57,16 @@ impl Enforcer {
     /// Notes what everybody has who has or had something.
     fn remember(&self, second: u64) {
         // Who pays, and those around: usage is with nested tenants.
-        let paying: BTreeSet<(u32, u32)> = self
-            .kernel
-            .accounts()
-            .filter(|(_, bytes)| *bytes > 0)
-            .map(|(key, _)| (u32::from(key.tenant), u32::from(key.gpu)))
-            .filter(|(tenant, gpu)| *tenant < MAX_TENANTS && *gpu < MAX_GPUS)
-            .collect();
+        let paying: BTreeSet<(u32, u32)> = if self.stir.is_calm() {
+            BTreeSet::new()
+        } else {
+            self.kernel
+                .accounts()
+                .filter(|(_, bytes)| *bytes > 0)
+                .map(|(key, _)| (u32::from(key.tenant), u32::from(key.gpu)))
+                .filter(|(tenant, gpu)| *tenant < MAX_TENANTS && *gpu < MAX_GPUS)
+                .collect()
+        };
         let wanted: BTreeMap<(String, u32), u32> = {
             let now = self.read();
             let mut wanted: BTreeSet<(String, u32)> = BTreeSet::new();
@@ -80,11 +85,10 @@ impl Enforcer {
             }
             let mut history = self.history();
             wanted.extend(history.keys().cloned());
-            let tenants: BTreeSet<String> = now.policy.tenants.keys().cloned().collect();
-            history.keep(&tenants);
+            history.keep(|tenant| now.policy.tenants.contains_key(tenant));
             wanted
                 .into_iter()
-                .filter(|(name, _)| tenants.contains(name))
+                .filter(|(name, _)| now.policy.tenants.contains_key(name))
                 .filter_map(|key| Some((now.seating.index(&key.0)?, key)))
                 .map(|(index, key)| (key, index))
                 .collect()

@@ -25,11 +25,13 @@ use super::{Enforcer, EnforcerError, monotonic_ns, system};
 use crate::{
     control::Notice,
     launch::attach,
-    lifecycle::{self, Fate, Reaper},
+    lifecycle::{self, Fate, Reaper, Roll},
 };
 
 /// Time between two signs of life to the kernel side, which waits for two seconds.
 const HEARTBEAT: Duration = Duration::from_millis(250);
+/// The same while no process uses a GPU.
+const CALM_HEARTBEAT: Duration = Duration::from_millis(500);
 
 /// For so long a cgroup may have no path after the kernel has told of it ...
 const YOUNG: Duration = Duration::from_secs(1);
@@ -63,8 +65,7 @@ impl Enforcer {
         self.start_faults()?;
         self.start_recording()?;
         // What happened while no daemon was there.
-        self.sweep();
-        for (tgid, _) in self.kernel.processes() {
+        for tgid in self.sweep() {
             reaper.watch(tgid);
         }
         let enforcer = Arc::clone(self);
@@ -81,10 +82,12 @@ impl Enforcer {
 
     fn serve_events(self: &Arc<Self>, mut ring: RingBuf<MapData>, reaper: &Reaper) {
         let fd = ring.as_raw_fd();
-        let mut next_sweep = Instant::now() + self.config.enforcement.reconcile_interval;
+        let reconcile = self.config.enforcement.reconcile_interval;
+        let mut last_sweep = Instant::now();
         let mut next_look = Instant::now();
         let mut young = Vec::new();
         let mut lost = self.lost_events();
+        let mut claimed = self.claimed();
         while !self.stopping() {
             let beat = monotonic_ns();
             if let Err(error) = self
@@ -100,10 +103,12 @@ impl Enforcer {
             // SAFETY: `ring` owns the descriptor and lives as long as this loop.
             let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
             let mut fds = [PollFd::new(borrowed.as_fd(), PollFlags::POLLIN)];
-            let patience = if young.is_empty() {
-                HEARTBEAT
-            } else {
+            let patience = if !young.is_empty() {
                 LOOK_AGAIN
+            } else if self.stir.is_calm() {
+                CALM_HEARTBEAT
+            } else {
+                HEARTBEAT
             };
             let patience = PollTimeout::try_from(patience).unwrap_or(PollTimeout::ZERO);
             // An interrupted wait only means an early look.
@@ -116,8 +121,13 @@ impl Enforcer {
                 }
             }
             self.look_for_young(&mut young);
+            let now_claimed = self.claimed();
+            if now_claimed != claimed {
+                claimed = now_claimed;
+                self.stir.news();
+            }
             let now_lost = self.lost_events();
-            if now_lost != lost || Instant::now() >= next_sweep {
+            if now_lost != lost || last_sweep.elapsed() >= self.stir.interval(reconcile) {
                 if now_lost != lost {
                     warn!(
                         lost = now_lost - lost,
@@ -126,19 +136,25 @@ impl Enforcer {
                     self.resync();
                 }
                 lost = now_lost;
-                self.sweep();
-                for (tgid, _) in self.kernel.processes() {
+                for tgid in self.sweep() {
                     reaper.watch(tgid);
                 }
-                next_sweep = Instant::now() + self.config.enforcement.reconcile_interval;
+                last_sweep = Instant::now();
             }
         }
     }
 
     fn lost_events(&self) -> u64 {
-        self.kernel
-            .counters()
-            .map_or(0, |counters| counters[counter::EVENTS_LOST as usize])
+        self.kernel.counter(counter::EVENTS_LOST).unwrap_or(0)
+    }
+
+    /// What is claimed of each card, by whomever: every charge moves it.
+    fn claimed(&self) -> Vec<u64> {
+        self.host
+            .gpus
+            .iter()
+            .map(|gpu| self.kernel.card(gpu.index).map_or(0, |card| card.claim))
+            .collect()
     }
 
     /// The kernel may have passed over the news of a cgroup ([`Kernel::passed_over`]): the first call of a process in no tenant is
@@ -170,6 +186,9 @@ impl Enforcer {
 
     fn handle(self: &Arc<Self>, event: &Event, reaper: &Reaper, young: &mut Vec<(u64, Instant)>) {
         self.served.note(event.at_ns, monotonic_ns());
+        if !matches!(event.kind, kind::CGROUP_MKDIR | kind::CGROUP_RMDIR) {
+            self.stir.news();
+        }
         self.time.event(event);
         let outcome = match event.kind {
             kind::PROCESS_NEW => {
@@ -334,17 +353,23 @@ impl Enforcer {
         }
     }
 
-    /// Finds what no event told: processes that are gone, clients whose file is closed.
-    pub(super) fn sweep(&self) {
+    /// Finds what no event told: processes that are gone, clients whose file is closed. Returns the processes that have
+    /// spoken to the driver.
+    pub(super) fn sweep(&self) -> Vec<u32> {
         self.look_at_high();
         self.find_managed_node();
-        self.charge_contexts();
+        let roll = Roll::call(&self.kernel);
+        self.charge_contexts(&roll);
         if let Err(error) = self.bound_cards() {
             error!(%error, "cards could not be bounded");
         }
-        self.processes_gone(&lifecycle::dead_processes(&self.kernel, &*self.processes));
-        let clients = self.kernel.clients().map(|(client, _)| client).collect();
-        self.release_closed_clients(clients);
+        self.processes_gone(&lifecycle::dead_processes(
+            &self.kernel,
+            &roll,
+            &*self.processes,
+        ));
+        self.release_closed_clients(roll.clients.iter().map(|(client, _)| *client).collect());
+        roll.processes.iter().map(|(tgid, _)| *tgid).collect()
     }
 
     /// After lost events: everything that they could have said.

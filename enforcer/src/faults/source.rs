@@ -21,8 +21,8 @@ use tracing::warn;
 use super::{Device, Fault, Source, message};
 use crate::config::FaultSource;
 
-/// How long a thread waits at most before it looks whether it should end.
-const LOOK: Duration = Duration::from_millis(500);
+/// How long a thread waits at most before it looks whether it should end. Nobody waits for that.
+const LOOK: Duration = Duration::from_secs(10);
 /// Pause where a log has no way to say that there is more, and after an error.
 const PAUSE: Duration = Duration::from_millis(100);
 /// Pause before NVML is asked again after an error.

@@ -8,7 +8,7 @@ mod ring;
 mod small;
 mod track;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 pub use track::{FINE, LONGEST, Series, Track};
 
@@ -40,9 +40,9 @@ impl History {
             .retain(|_, track| second.saturating_sub(track.last_active()) <= LONGEST);
     }
 
-    /// Forgets tenants that are in no policy any more.
-    pub fn keep(&mut self, tenants: &BTreeSet<String>) {
-        self.0.retain(|(tenant, _), _| tenants.contains(tenant));
+    /// Forgets tenants that are in no policy any more: all but those that `stays` picks.
+    pub fn keep(&mut self, stays: impl Fn(&str) -> bool) {
+        self.0.retain(|(tenant, _), _| stays(tenant));
     }
 
     /// The tenants and GPUs with a track.
@@ -102,7 +102,7 @@ mod tests {
     fn tenants_that_left_the_policy_are_forgotten() {
         let mut history = History::default();
         history.sample(1, &used(&[("a", 0, GIB), ("b", 0, GIB), ("b", 1, GIB)]));
-        history.keep(&BTreeSet::from(["b".to_owned()]));
+        history.keep(|tenant| tenant == "b");
         let keys: Vec<_> = history.keys().cloned().collect();
         assert_eq!(keys, [("b".to_owned(), 0), ("b".to_owned(), 1)]);
     }

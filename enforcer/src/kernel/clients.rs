@@ -36,32 +36,41 @@ impl Kernel {
 
     /// All objects but video memory: clients, devices, channels. There are few of them for each process.
     pub fn structure(&self) -> Vec<(ObjectKey, Object)> {
+        self.structure_below(&self.clients().collect::<Vec<_>>())
+    }
+
+    /// The same where the clients are known: to go over all of them takes long, however few there are.
+    pub fn structure_below(&self, clients: &[(u32, Client)]) -> Vec<(ObjectKey, Object)> {
         if !self.lists_are_whole() {
             return self
                 .objects()
                 .filter(|(_, object)| list::of(object.kind) == list::STRUCTURE)
                 .collect();
         }
-        let clients: Vec<u32> = self.clients().map(|(client, _)| client).collect();
         clients
-            .into_iter()
-            .flat_map(|client| self.listed(client, &[list::STRUCTURE]))
+            .iter()
+            .flat_map(|(client, _)| self.listed(*client, &[list::STRUCTURE]))
             .collect()
     }
 
     /// The objects of the clients that `wanted` picks, a client's process and flags being known.
     pub fn objects_where(&self, wanted: impl Fn(&Client) -> bool) -> Vec<(ObjectKey, Object)> {
+        self.objects_below(&self.clients().collect::<Vec<_>>(), wanted)
+    }
+
+    /// The same where the clients are known.
+    pub fn objects_below(
+        &self,
+        clients: &[(u32, Client)],
+        wanted: impl Fn(&Client) -> bool,
+    ) -> Vec<(ObjectKey, Object)> {
         if !self.lists_are_whole() {
             return self.objects().collect();
         }
-        let clients: Vec<u32> = self
-            .clients()
-            .filter(|(_, client)| wanted(client))
-            .map(|(client, _)| client)
-            .collect();
         clients
-            .into_iter()
-            .flat_map(|client| self.listed(client, &[list::MEMORY, list::STRUCTURE]))
+            .iter()
+            .filter(|(_, client)| wanted(client))
+            .flat_map(|(client, _)| self.listed(*client, &[list::MEMORY, list::STRUCTURE]))
             .collect()
     }
 

@@ -26,7 +26,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{Ordering, fence},
+        atomic::{AtomicBool, Ordering, fence},
     },
     time::Duration,
 };
@@ -289,6 +289,8 @@ pub struct Kernel {
     processes: Mutex<HashMap<MapData, u32, Process>>,
     frozen: Mutex<HashMap<MapData, FrozenKey, Frozen>>,
     queues: Mutex<HashMap<MapData, u32, Queue>>,
+    /// Whether there is any queue; none outlives the daemon.
+    has_queues: AtomicBool,
     exempt: Mutex<HashMap<MapData, u64, u32>>,
     card_sizes: Table<u64>,
     usage: Table<Usage>,
@@ -374,6 +376,7 @@ impl Kernel {
             deny_links: Mutex::default(),
             device_link: Mutex::default(),
             queues: Mutex::new(queues),
+            has_queues: AtomicBool::new(false),
             exempt: Mutex::new(exempt),
             settings: Mutex::new(settings),
             tenants,
@@ -515,6 +518,7 @@ impl Kernel {
     pub fn make_queue(&self, tenant: u32, place: u32) -> Result<(), KernelError> {
         // BPF_NOEXIST: who waits in it keeps the place.
         const IF_NONE: u64 = 1;
+        self.has_queues.store(true, Ordering::Relaxed);
         match lock(&self.queues).insert(cell(tenant, place), Queue::default(), IF_NONE) {
             Err(MapError::SyscallError(error))
                 if error.io_error.raw_os_error() == Some(libc::EEXIST) =>
@@ -527,6 +531,9 @@ impl Kernel {
 
     /// How many allocations wait in each queue, by tenant and place: those that came back within `fresh` before `now_ns`.
     pub fn waiting(&self, now_ns: u64, fresh: Duration) -> BTreeMap<(u32, u32), usize> {
+        if !self.has_queues.load(Ordering::Relaxed) {
+            return BTreeMap::new();
+        }
         let fresh = u64::try_from(fresh.as_nanos()).unwrap_or(u64::MAX);
         lock(&self.queues)
             .iter()
@@ -691,14 +698,18 @@ impl Kernel {
     pub fn counters(&self) -> Result<[u64; counter::COUNT as usize], KernelError> {
         let mut sums = [0; counter::COUNT as usize];
         for (index, sum) in (0..counter::COUNT).zip(&mut sums) {
-            *sum = self
-                .counters
-                .get(&index, 0)
-                .map_err(map_error("COUNTERS"))?
-                .iter()
-                .sum();
+            *sum = self.counter(index)?;
         }
         Ok(sums)
+    }
+
+    /// One of them.
+    pub fn counter(&self, index: u32) -> Result<u64, KernelError> {
+        let by_cpu = self
+            .counters
+            .get(&index, 0)
+            .map_err(map_error("COUNTERS"))?;
+        Ok(by_cpu.iter().sum())
     }
 
     /// How often the kernel has passed over the programs that follow ioctls, since they were loaded. It does so while a task

@@ -463,9 +463,12 @@ impl Attacher {
     }
 
     fn sweep(&mut self) {
-        for tgid in self.host.processes() {
-            if !self.processes.contains_key(&tgid) {
-                self.consider(tgid, true);
+        // Without a budget nobody gets probes.
+        if !self.launches.budgets().is_empty() {
+            for tgid in self.host.processes() {
+                if !self.processes.contains_key(&tgid) {
+                    self.consider(tgid, true);
+                }
             }
         }
         for tgid in self.processes.keys().copied().collect::<Vec<_>>() {

@@ -52,8 +52,7 @@ impl Budgets {
             .in_force()
             .map(|(index, seat)| {
                 let own = on_every
-                    .budget(&seat.name)
-                    .map(|budget| budget.launch)
+                    .launch(&seat.name)
                     .filter(|launch| launch.max.is_some());
                 let parent = seat.parent.as_deref().and_then(|name| seating.index(name));
                 (index, Rule { parent, own })

@@ -29,8 +29,8 @@ use crate::{enforcer::monotonic_ns, kernel::Kernel};
 
 /// How often the thread shows that it lives.
 const HEARTBEAT_NS: u64 = 50_000_000;
-/// The longest it waits for anything.
-const PATIENCE: Duration = Duration::from_millis(50);
+/// Waits are cut to whole milliseconds; with one more they end after what is waited for, not shortly before.
+const ROUNDED: Duration = Duration::from_millis(1);
 /// A moment so near is waited for awake: going to sleep and waking takes as long.
 const NEAR_NS: u64 = 30_000;
 /// Priority among real-time threads: low, but above every ordinary one.
@@ -427,7 +427,9 @@ impl State {
             PollFd::new(self.timer.as_fd(), PollFlags::POLLIN),
             PollFd::new(self.wake.as_fd(), PollFlags::POLLIN),
         ];
-        let patience = PollTimeout::try_from(PATIENCE).unwrap_or(PollTimeout::ZERO);
+        // Orders and notices wake it; else there is only the next sign of life to give.
+        let patience = Duration::from_nanos(self.next_beat_ns.saturating_sub(monotonic_ns()));
+        let patience = PollTimeout::try_from(patience + ROUNDED).unwrap_or(PollTimeout::ZERO);
         // An interrupted wait only means an early look.
         let _ = poll(&mut fds, patience);
         // Empty is fine for both.

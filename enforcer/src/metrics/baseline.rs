@@ -7,7 +7,7 @@ use super::{
 use crate::baseline::Usual;
 
 /// Medians and deviations of tenants.
-pub(super) fn render(out: &mut Exposition, tenants: &[TenantSample]) {
+pub(super) fn render(out: &mut Exposition<'_>, tenants: &[TenantSample]) {
     let on_gpu = |of: fn(&super::TenantGpuSample) -> Option<Usual>| {
         tenants.iter().flat_map(move |tenant| {
             tenant
@@ -44,7 +44,7 @@ pub(super) fn render(out: &mut Exposition, tenants: &[TenantSample]) {
     }
 }
 
-fn both(family: &mut Exposition, labels: &[(&str, &str)], usual: Usual) {
+fn both(family: &mut Exposition<'_>, labels: &[(&str, &str)], usual: Usual) {
     for (stat, value) in [("median", usual.median), ("mad", usual.mad)] {
         let labels: Vec<_> = labels.iter().copied().chain([("stat", stat)]).collect();
         family.labelled(&labels, value);

@@ -6,7 +6,7 @@ use super::{
 };
 
 /// Faults of tenants and of GPUs.
-pub(super) fn render(out: &mut Exposition, gpus: &[GpuSample], tenants: &[TenantSample]) {
+pub(super) fn render(out: &mut Exposition<'_>, gpus: &[GpuSample], tenants: &[TenantSample]) {
     let family = out.family(
         "gpuquota_tenant_faults_total",
         Kind::Counter,

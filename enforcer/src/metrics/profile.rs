@@ -6,7 +6,7 @@ use super::{
 };
 
 /// Anomalies of tenants.
-pub(super) fn render(out: &mut Exposition, tenants: &[TenantSample]) {
+pub(super) fn render(out: &mut Exposition<'_>, tenants: &[TenantSample]) {
     let family = out.family(
         "gpuquota_tenant_anomalies_total",
         Kind::Counter,

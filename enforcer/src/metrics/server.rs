@@ -1,7 +1,8 @@
 //! The endpoint that Prometheus scrapes: `GET /metrics` over HTTP/1.1, one answer per connection.
 //!
 //! Anybody who reaches the address may ask, so what a caller can make the daemon do is bounded: few connections
-//! at a time, short requests within a short time, and one look at the state per `FRESH` however many ask.
+//! at a time, short requests within a short time, and one look at the state per `FRESH` however many ask. The text of a large
+//! policy is megabytes: it is written in pieces, as fast as the caller takes them, and never there as a whole.
 
 use std::{
     io,
@@ -13,7 +14,7 @@ use std::{
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{TcpListener, TcpStream},
-    sync::{Mutex, Semaphore},
+    sync::{Mutex, Semaphore, mpsc},
     task::JoinHandle,
 };
 use tracing::{debug, warn};
@@ -61,16 +62,21 @@ impl Drop for MetricsServer {
     }
 }
 
-/// Answers scrapes at `address` with what `render` says. `render` may block; it runs on a thread of its own.
-pub async fn serve(
+/// Writes what was seen, in pieces, until one is not taken any more.
+pub type Render<T> = fn(&T, &mut dyn FnMut(String) -> bool);
+
+/// Answers scrapes at `address` with what `look` sees, as `render` writes it. Both may block; they run on threads of their own.
+pub async fn serve<T: Send + Sync + 'static>(
     address: SocketAddr,
-    render: impl Fn() -> String + Send + Sync + 'static,
+    look: impl Fn() -> T + Send + Sync + 'static,
+    render: Render<T>,
 ) -> Result<MetricsServer, MetricsError> {
     let failed = |source| MetricsError { address, source };
     let listener = TcpListener::bind(address).await.map_err(failed)?;
     let address = listener.local_addr().map_err(failed)?;
     let page = Arc::new(Page {
-        render: Arc::new(render),
+        look: Arc::new(look),
+        render,
         last: Mutex::new(None),
     });
     Ok(MetricsServer {
@@ -79,7 +85,7 @@ pub async fn serve(
     })
 }
 
-async fn accept(listener: TcpListener, page: Arc<Page>) {
+async fn accept<T: Send + Sync + 'static>(listener: TcpListener, page: Arc<Page<T>>) {
     let slots = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
         let stream = match listener.accept().await {
@@ -107,45 +113,70 @@ async fn accept(listener: TcpListener, page: Arc<Page>) {
 }
 
 /// What is shown, not older than [`FRESH`].
-struct Page {
-    render: Arc<dyn Fn() -> String + Send + Sync>,
-    last: Mutex<Option<(Instant, Arc<str>)>>,
+struct Page<T> {
+    look: Arc<dyn Fn() -> T + Send + Sync>,
+    render: Render<T>,
+    last: Mutex<Option<(Instant, Arc<T>)>>,
 }
 
-impl Page {
-    async fn get(&self) -> io::Result<Arc<str>> {
+impl<T: Send + Sync + 'static> Page<T> {
+    async fn get(self: &Arc<Self>) -> io::Result<Arc<T>> {
         let mut last = self.last.lock().await;
-        if let Some((at, text)) = &*last
+        if let Some((at, seen)) = &*last
             && at.elapsed() < FRESH
         {
-            return Ok(Arc::clone(text));
+            return Ok(Arc::clone(seen));
         }
-        let render = Arc::clone(&self.render);
-        let text = tokio::task::spawn_blocking(move || render()).await?;
-        let text: Arc<str> = text.into();
-        *last = Some((Instant::now(), Arc::clone(&text)));
-        Ok(text)
+        let look = Arc::clone(&self.look);
+        let seen = Arc::new(tokio::task::spawn_blocking(move || look()).await?);
+        *last = Some((Instant::now(), Arc::clone(&seen)));
+        let page = Arc::clone(self);
+        tokio::spawn(async move {
+            tokio::time::sleep(FRESH).await;
+            page.forget().await;
+        });
+        Ok(seen)
+    }
+
+    /// Lets go of what nobody is shown any more.
+    async fn forget(&self) {
+        let mut last = self.last.lock().await;
+        if last.as_ref().is_some_and(|(at, _)| at.elapsed() >= FRESH) {
+            *last = None;
+        }
+    }
+
+    /// The text in pieces, written no faster than they are taken.
+    async fn text(self: &Arc<Self>) -> io::Result<mpsc::Receiver<String>> {
+        let seen = self.get().await?;
+        let render = self.render;
+        let (sender, pieces) = mpsc::channel(1);
+        tokio::task::spawn_blocking(move || {
+            render(&seen, &mut |piece| sender.blocking_send(piece).is_ok());
+        });
+        Ok(pieces)
     }
 }
 
-async fn answer(mut stream: TcpStream, page: &Page) -> io::Result<()> {
+async fn answer<T: Send + Sync + 'static>(
+    mut stream: TcpStream,
+    page: &Arc<Page<T>>,
+) -> io::Result<()> {
     let head = read_head(&mut stream).await?;
     let request = head.as_deref().map_or(Request::TooLong, parse);
     let (status, body) = match request {
-        Request::Metrics { .. } => ("200 OK", page.get().await?),
-        Request::Root => ("200 OK", "gpuquotad; metrics are at /metrics\n".into()),
-        Request::NotFound => ("404 Not Found", "metrics are at /metrics\n".into()),
-        Request::BadMethod => ("405 Method Not Allowed", "use GET\n".into()),
-        Request::Invalid => ("400 Bad Request", "no HTTP request\n".into()),
+        Request::Metrics(wanted) => {
+            answer_metrics(&mut stream, page, wanted).await?;
+            return stream.shutdown().await;
+        }
+        Request::Root => ("200 OK", "gpuquotad; metrics are at /metrics\n"),
+        Request::NotFound => ("404 Not Found", "metrics are at /metrics\n"),
+        Request::BadMethod => ("405 Method Not Allowed", "use GET\n"),
+        Request::Invalid => ("400 Bad Request", "no HTTP request\n"),
         Request::TooLong => (
             "431 Request Header Fields Too Large",
-            "the request is too long\n".into(),
+            "the request is too long\n",
         ),
-    };
-    let kind = if matches!(request, Request::Metrics { .. }) {
-        CONTENT_TYPE
-    } else {
-        "text/plain; charset=utf-8"
     };
     let allow = if matches!(request, Request::BadMethod) {
         "Allow: GET, HEAD\r\n"
@@ -153,14 +184,59 @@ async fn answer(mut stream: TcpStream, page: &Page) -> io::Result<()> {
         ""
     };
     let head = format!(
-        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\n{allow}Connection: close\r\n\r\n",
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {}\r\n{allow}Connection: close\r\n\r\n",
         body.len()
     );
     stream.write_all(head.as_bytes()).await?;
-    if !matches!(request, Request::Metrics { body: false }) {
-        stream.write_all(body.as_bytes()).await?;
-    }
+    stream.write_all(body.as_bytes()).await?;
     stream.shutdown().await
+}
+
+/// A text of one piece is sent with its length. One of more is sent in chunks, so that its end can be told from a broken
+/// connection; a caller of HTTP/1.0, which has no chunks, has to take the end of the connection for it.
+async fn answer_metrics<T: Send + Sync + 'static>(
+    stream: &mut TcpStream,
+    page: &Arc<Page<T>>,
+    wanted: Wanted,
+) -> io::Result<()> {
+    let head = |length: &str| {
+        format!(
+            "HTTP/1.1 200 OK\r\nContent-Type: {CONTENT_TYPE}\r\n{length}Connection: close\r\n\r\n"
+        )
+    };
+    if !wanted.body {
+        return stream.write_all(head("").as_bytes()).await;
+    }
+    let mut pieces = page.text().await?;
+    let first = pieces.recv().await.unwrap_or_default();
+    let Some(second) = pieces.recv().await else {
+        let length = format!("Content-Length: {}\r\n", first.len());
+        stream.write_all(head(&length).as_bytes()).await?;
+        return stream.write_all(first.as_bytes()).await;
+    };
+    let length = if wanted.chunks {
+        "Transfer-Encoding: chunked\r\n"
+    } else {
+        ""
+    };
+    stream.write_all(head(length).as_bytes()).await?;
+    let mut next = Some(second);
+    let mut piece = first;
+    loop {
+        if wanted.chunks {
+            let size = format!("{:x}\r\n", piece.len());
+            stream.write_all(size.as_bytes()).await?;
+            piece.push_str("\r\n");
+        }
+        stream.write_all(piece.as_bytes()).await?;
+        let Some(following) = next else { break };
+        piece = following;
+        next = pieces.recv().await;
+    }
+    if wanted.chunks {
+        stream.write_all(b"0\r\n\r\n").await?;
+    }
+    Ok(())
 }
 
 /// The head of a request; `None` if it is too long.
@@ -184,9 +260,18 @@ async fn read_head(stream: &mut TcpStream) -> io::Result<Option<String>> {
     }
 }
 
+/// How somebody wants the metrics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Wanted {
+    /// Whether the text, not only the head.
+    body: bool,
+    /// Whether the caller knows chunks (HTTP/1.1).
+    chunks: bool,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Request {
-    Metrics { body: bool },
+    Metrics(Wanted),
     Root,
     NotFound,
     BadMethod,
@@ -208,7 +293,10 @@ fn parse(head: &str) -> Request {
         return Request::BadMethod;
     }
     match target.split('?').next() {
-        Some("/metrics") => Request::Metrics { body },
+        Some("/metrics") => Request::Metrics(Wanted {
+            body,
+            chunks: *version != "HTTP/1.0",
+        }),
         Some("/") => Request::Root,
         _ => Request::NotFound,
     }
@@ -237,9 +325,11 @@ mod tests {
     async fn one_look_at_the_state_serves_many_scrapes() {
         let looks = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&looks);
-        let server = serve(any_port(), move || {
+        let look = move || {
             counted.fetch_add(1, Ordering::SeqCst);
-            "gpuquota_x 1\n".into()
+        };
+        let server = serve(any_port(), look, |(), sink| {
+            sink("gpuquota_x 1\n".into());
         })
         .await
         .expect("serves");
@@ -261,8 +351,45 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_long_text_is_sent_in_chunks_to_who_knows_them() {
+        let server = serve(any_port(), || 3_u32, |count, sink| {
+            for number in 0..*count {
+                assert!(sink(format!("gpuquota_x{number} 1\n")));
+            }
+        })
+        .await
+        .expect("serves");
+        let new = ask(server.address(), b"GET /metrics HTTP/1.1\r\n\r\n").await;
+        let (head, body) = new.split_once("\r\n\r\n").expect("a head");
+        assert!(head.contains("Transfer-Encoding: chunked"), "{head}");
+        assert!(!head.contains("Content-Length"), "{head}");
+        assert_eq!(
+            body,
+            "e\r\ngpuquota_x0 1\n\r\ne\r\ngpuquota_x1 1\n\r\ne\r\ngpuquota_x2 1\n\r\n0\r\n\r\n"
+        );
+        let old = ask(server.address(), b"GET /metrics HTTP/1.0\r\n\r\n").await;
+        let (head, body) = old.split_once("\r\n\r\n").expect("a head");
+        assert!(!head.contains("chunked"), "{head}");
+        assert_eq!(body, "gpuquota_x0 1\ngpuquota_x1 1\ngpuquota_x2 1\n");
+    }
+
+    #[tokio::test]
+    async fn what_was_seen_is_let_go_of() {
+        let kept = Arc::new(());
+        let seen = Arc::clone(&kept);
+        let server = serve(any_port(), move || Arc::clone(&seen), |_, _| {})
+            .await
+            .expect("serves");
+        ask(server.address(), b"GET /metrics HTTP/1.1\r\n\r\n").await;
+        // One here, one in the closure.
+        while Arc::strong_count(&kept) > 2 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    #[tokio::test]
     async fn other_requests_are_turned_down() {
-        let server = serve(any_port(), String::new).await.expect("serves");
+        let server = serve(any_port(), || (), |(), _| {}).await.expect("serves");
         for (request, status) in [
             ("GET / HTTP/1.1\r\n\r\n", "200"),
             ("HEAD /metrics HTTP/1.0\r\n\r\n", "200"),
@@ -287,7 +414,7 @@ mod tests {
 
     #[tokio::test]
     async fn callers_that_say_nothing_do_not_keep_others_out_for_long() {
-        let server = serve(any_port(), String::new).await.expect("serves");
+        let server = serve(any_port(), || (), |(), _| {}).await.expect("serves");
         let mut silent = Vec::new();
         for _ in 0..CONNECTIONS {
             silent.push(

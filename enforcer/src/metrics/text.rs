@@ -29,14 +29,35 @@ impl From<f64> for Value {
     }
 }
 
-/// A text that grows by families.
-#[derive(Debug, Default)]
-pub(super) struct Exposition {
+/// Length from which a piece of text is handed on.
+const PIECE: usize = 64 << 10;
+
+/// A text that grows by families, and is handed on in pieces: of a large policy it is megabytes.
+pub(super) struct Exposition<'a> {
     text: String,
     name: &'static str,
+    /// Takes pieces until it returns false.
+    sink: &'a mut dyn FnMut(String) -> bool,
+    /// Nobody wants more.
+    closed: bool,
 }
 
-impl Exposition {
+impl<'a> Exposition<'a> {
+    /// Hands the text to `sink`, until that returns false.
+    pub(super) fn to(sink: &'a mut dyn FnMut(String) -> bool) -> Self {
+        Self {
+            text: String::new(),
+            name: "",
+            sink,
+            closed: false,
+        }
+    }
+
+    fn hand_on(&mut self) {
+        let piece = std::mem::take(&mut self.text);
+        self.closed = self.closed || !(self.sink)(piece);
+    }
+
     /// Starts a family; its samples follow before the next one starts.
     pub(super) fn family(&mut self, name: &'static str, kind: Kind, help: &str) -> &mut Self {
         let kind = match kind {
@@ -64,6 +85,12 @@ impl Exposition {
         labels: &[(&str, &str)],
         value: impl Into<Value>,
     ) -> &mut Self {
+        if self.closed {
+            return self;
+        }
+        if self.text.len() >= PIECE {
+            self.hand_on();
+        }
         self.text.push_str(self.name);
         let mut separator = '{';
         for (name, value) in labels.iter().filter(|(_, value)| !value.is_empty()) {
@@ -88,9 +115,11 @@ impl Exposition {
         self
     }
 
-    /// The whole text.
-    pub(super) fn finish(self) -> String {
-        self.text
+    /// Hands on what is left.
+    pub(super) fn finish(mut self) {
+        if !self.text.is_empty() {
+            self.hand_on();
+        }
     }
 }
 
@@ -110,28 +139,61 @@ fn escape(out: &mut String, text: &str, quotes: bool) {
 mod tests {
     use super::*;
 
+    fn written(write: impl FnOnce(&mut Exposition<'_>)) -> String {
+        let mut text = String::new();
+        let mut sink = |piece: String| {
+            text.push_str(&piece);
+            true
+        };
+        let mut out = Exposition::to(&mut sink);
+        write(&mut out);
+        out.finish();
+        text
+    }
+
+    #[test]
+    fn a_long_text_comes_in_pieces_until_nobody_wants_more() {
+        let mut pieces = Vec::new();
+        let mut sink = |piece: String| {
+            pieces.push(piece);
+            pieces.len() < 2
+        };
+        let mut out = Exposition::to(&mut sink);
+        out.family("x", Kind::Gauge, "x");
+        for number in 0..100_000_u64 {
+            out.plain(number);
+        }
+        out.finish();
+        assert_eq!(pieces.len(), 2);
+        for piece in &pieces {
+            assert!((PIECE..2 * PIECE).contains(&piece.len()), "{}", piece.len());
+            assert!(piece.ends_with('\n'), "no line is divided");
+        }
+    }
+
     #[test]
     fn nothing_in_a_label_ends_it() {
-        let mut out = Exposition::default();
-        out.family("x_total", Kind::Counter, "a \\ and\na \"quote\"")
-            .labelled(&[("name", "a\"b\\c\nd"), ("none", "")], 1_u64);
+        let text = written(|out| {
+            out.family("x_total", Kind::Counter, "a \\ and\na \"quote\"")
+                .labelled(&[("name", "a\"b\\c\nd"), ("none", "")], 1_u64);
+        });
         assert_eq!(
-            out.finish(),
+            text,
             "# HELP x_total a \\\\ and\\na \"quote\"\n# TYPE x_total counter\nx_total{name=\"a\\\"b\\\\c\\nd\"} 1\n"
         );
     }
 
     #[test]
     fn numbers_are_those_of_the_format() {
-        let mut out = Exposition::default();
-        out.family("x", Kind::Gauge, "x")
-            .plain(u64::MAX)
-            .plain(f64::INFINITY)
-            .plain(f64::NEG_INFINITY)
-            .plain(f64::NAN)
-            .plain(0.25)
-            .plain(1e22);
-        let text = out.finish();
+        let text = written(|out| {
+            out.family("x", Kind::Gauge, "x")
+                .plain(u64::MAX)
+                .plain(f64::INFINITY)
+                .plain(f64::NEG_INFINITY)
+                .plain(f64::NAN)
+                .plain(0.25)
+                .plain(1e22);
+        });
         let values: Vec<_> = text.lines().skip(2).map(|line| &line[2..]).collect();
         assert_eq!(
             values,

@@ -19,7 +19,10 @@ use std::{
 
 use tracing::warn;
 
-use crate::faults::PciAddress;
+use crate::{
+    faults::PciAddress,
+    stir::{CALM_PAUSE, Stir, Witness},
+};
 
 pub use counter::EnergyReadings;
 pub use nvml::NvmlSource;
@@ -81,6 +84,13 @@ pub struct Snapshot {
     pub at: Instant,
 }
 
+impl Snapshot {
+    /// Whether any process has a context on any card.
+    pub fn shows_processes(&self) -> bool {
+        self.cards.iter().any(|card| !card.processes.is_empty())
+    }
+}
+
 /// A source of snapshots; the seam for tests.
 pub trait Source: Send {
     /// Asks once. May block.
@@ -101,8 +111,9 @@ pub struct Telemetry {
 }
 
 impl Telemetry {
-    /// Starts to read `open()`'s source every `interval`. The source is opened on the thread itself.
-    pub fn spawn<S, F>(interval: Duration, open: F) -> io::Result<Self>
+    /// Starts to read `open()`'s source every `interval`, less often while `stir` says that nothing moves; tells it whether there
+    /// are processes. The source is opened on the thread itself.
+    pub fn spawn<S, F>(interval: Duration, stir: Arc<Stir>, open: F) -> io::Result<Self>
     where
         S: Source,
         F: FnMut() -> Result<S, TelemetryError> + Send + 'static,
@@ -111,18 +122,19 @@ impl Telemetry {
         let ours = Arc::clone(&shared);
         thread::Builder::new()
             .name("nvml".into())
-            .spawn(move || run(&ours, interval, open))?;
+            .spawn(move || run(&ours, interval, &stir, open))?;
         Ok(Self { shared, interval })
     }
 
     /// Starts with the NVML library at `library`, or where the loader finds it.
     pub fn nvml(
         interval: Duration,
+        stir: Arc<Stir>,
         library: Option<&Path>,
         energy: Arc<EnergyReadings>,
     ) -> io::Result<Self> {
         let library = library.map(Path::to_owned);
-        Self::spawn(interval, move || {
+        Self::spawn(interval, stir, move || {
             NvmlSource::open(library.as_deref(), Arc::clone(&energy))
         })
     }
@@ -141,7 +153,7 @@ impl Telemetry {
 
     /// The last answer, unless it is so old that it says nothing about now.
     pub fn latest(&self) -> Option<Arc<Snapshot>> {
-        let oldest = self.interval * 3 + Duration::from_secs(2);
+        let oldest = self.interval * 3 + CALM_PAUSE + Duration::from_secs(2);
         self.lock()
             .as_ref()?
             .as_ref()
@@ -168,6 +180,7 @@ impl Drop for Telemetry {
 fn run<S: Source>(
     shared: &Shared,
     interval: Duration,
+    stir: &Stir,
     mut open: impl FnMut() -> Result<S, TelemetryError>,
 ) {
     let mut source = None;
@@ -192,9 +205,11 @@ fn run<S: Source>(
                 source = None;
             }
         }
+        let used = answer.as_ref().map_or(true, Snapshot::shows_processes);
         *shared.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer.map(Arc::new));
         shared.news.notify_all();
-        thread::sleep(interval);
+        stir.testify(Witness::Nvml, used);
+        stir.pause(interval);
     }
 }
 
@@ -217,7 +232,7 @@ mod tests {
 
     #[test]
     fn a_library_that_hangs_hangs_nobody() {
-        let telemetry = Telemetry::spawn(Duration::from_millis(1), || {
+        let telemetry = Telemetry::spawn(Duration::from_millis(1), Arc::default(), || {
             Ok(Slow(Duration::from_hours(1)))
         })
         .expect("a thread");
@@ -230,8 +245,10 @@ mod tests {
 
     #[test]
     fn an_answer_is_there_for_everybody() {
-        let telemetry = Telemetry::spawn(Duration::from_millis(1), || Ok(Slow(Duration::ZERO)))
-            .expect("a thread");
+        let telemetry = Telemetry::spawn(Duration::from_millis(1), Arc::default(), || {
+            Ok(Slow(Duration::ZERO))
+        })
+        .expect("a thread");
         let first = telemetry.first(Duration::from_secs(5)).expect("answers");
         assert_eq!(first.driver_version, "580");
         assert!(telemetry.latest().is_some());

@@ -23,11 +23,11 @@ use tracing::{error, info, warn};
 use super::{
     energy::Apart,
     engine::{Engine, Levers as _, Settings},
-    gpu::{LINGER, Told},
+    gpu::{LINGER, Told, chain},
     handles::Place,
     levers::DriverLevers,
     release,
-    rules::{Reason, Rules},
+    rules::{Reason, Rule, Rules},
     utilization::{self, Questions, Utilization},
 };
 use crate::{
@@ -87,8 +87,31 @@ pub enum HoldError {
     Timeout,
 }
 
-/// What users see, by tenant index and GPU.
-type Status = BTreeMap<(u32, u32), TenantTime>;
+/// What users see.
+#[derive(Debug, Default)]
+struct Status {
+    rules: Arc<Rules>,
+    /// Tenants of whom there is more to say than what should hold, by tenant index and GPU.
+    on: BTreeMap<(u32, u32), TenantTime>,
+}
+
+impl Status {
+    fn of(&self, tenant: u32, gpu: u32) -> Option<TenantTime> {
+        if let Some(known) = self.on.get(&(tenant, gpu)) {
+            return Some(known.clone());
+        }
+        self.rules.get(&tenant)?.gpus.get(&gpu).map(at_rest)
+    }
+}
+
+/// What there is to say of a tenant that is not on a GPU and never was.
+fn at_rest(rule: &Rule) -> TenantTime {
+    TenantTime {
+        weight: rule.weight,
+        max: rule.max,
+        ..TenantTime::default()
+    }
+}
 
 #[derive(Default)]
 struct Shared {
@@ -282,8 +305,7 @@ impl TimeControl {
             .status
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .get(&(tenant, gpu))
-            .cloned()
+            .of(tenant, gpu)
     }
 
     /// What an admin has to know, by GPU.
@@ -334,6 +356,8 @@ struct Worker {
     divided: BTreeSet<u32>,
     unknown: BTreeMap<u32, String>,
     published: Option<Duration>,
+    /// Whether all was at rest when it was published.
+    published_at_rest: bool,
     last_launch: LastLaunch,
 }
 
@@ -357,6 +381,7 @@ impl Worker {
             divided: BTreeSet::new(),
             unknown: BTreeMap::new(),
             published: None,
+            published_at_rest: false,
             last_launch,
         }
     }
@@ -370,6 +395,9 @@ impl Worker {
                 Err(RecvTimeoutError::Timeout) => None,
                 Err(RecvTimeoutError::Disconnected) => break,
             };
+            if first.is_some() {
+                self.published_at_rest = false;
+            }
             let mut holds = Vec::new();
             for message in first.into_iter().chain(inbox.try_iter().take(INBOX)) {
                 match message {
@@ -405,23 +433,38 @@ impl Worker {
             }
             self.ask();
             let now = self.levers.now();
-            if self.published.is_none_or(|before| now >= before + PUBLISH) {
+            // Where nobody is, nothing changes before there is news.
+            let at_rest = self.engine.is_at_rest();
+            let is_due = |before| now >= before + PUBLISH && !(at_rest && self.published_at_rest);
+            if self.published.is_none_or(is_due) {
                 self.published = Some(now);
+                self.published_at_rest = at_rest;
                 self.publish();
-                let recorded = self
-                    .kernel
-                    .frozen()
-                    .into_iter()
-                    .map(|(key, _)| Place {
-                        gpu: key.gpu,
-                        tgid: key.tgid,
-                    })
-                    .collect();
-                self.engine.compare_frozen(&recorded);
+                self.compare_frozen();
+            }
+            if at_rest && !self.published_at_rest {
+                wait = wait.min(PUBLISH);
             }
         }
         self.questions.stop();
         self.engine.thaw_all(&mut self.levers);
+    }
+
+    /// Freezes again what somebody else thawed.
+    fn compare_frozen(&mut self) {
+        if !self.engine.has_frozen() {
+            return;
+        }
+        let recorded = self
+            .kernel
+            .frozen()
+            .into_iter()
+            .map(|(key, _)| Place {
+                gpu: key.gpu,
+                tgid: key.tgid,
+            })
+            .collect();
+        self.engine.compare_frozen(&recorded);
     }
 
     /// Sees at once when a tenant launches for whom others have to make room, as far as launches are counted. Whether
@@ -466,7 +509,10 @@ impl Worker {
         match event.kind {
             kind::OWN_CONTROL => self.engine.own_control(event.tgid, key, event.class, now),
             kind::SUBTREE_FREED => self.engine.remove(key),
-            _ => self.made(key),
+            _ => {
+                self.questions.stir();
+                self.made(key);
+            }
         }
     }
 
@@ -571,57 +617,48 @@ impl Worker {
         outcome
     }
 
-    fn publish(&self) {
-        let mut status = Status::new();
-        for (tenant, rules) in self.engine.rules() {
-            for (gpu, rule) in &rules.gpus {
-                let state = self.engine.gpu(*gpu);
-                let mut time = TenantTime {
-                    weight: rule.weight,
-                    max: rule.max,
-                    ..TenantTime::default()
-                };
-                if let Some(state) = state {
-                    let account = state.account(*tenant);
-                    if let Some(account) = account {
-                        let share = |seconds| {
-                            account
-                                .meter
-                                .share(state.known_us(), Duration::from_secs(seconds))
-                        };
-                        time.used = account.meter.total();
-                        time.share_1s = share(1);
-                        time.share_10s = share(10);
-                        time.share_60s = share(60);
-                        time.pressure = account.pressure.into();
-                        time.energy_joules = account.energy.joules;
-                        time.power_watts = account.energy.watts;
-                    }
-                    time.frozen = state
-                        .reasons(self.engine.rules(), *tenant)
-                        .iter()
-                        .map(ToString::to_string)
-                        .collect();
-                    for member in state.members() {
-                        if member.tenant != *tenant {
-                            continue;
-                        }
-                        time.own_controls += self.engine.own_controls(member.tgid);
-                        if let Some(slice) = state.division().slices.get(&member.tgid) {
-                            time.slices.push((member.tgid, *slice));
-                        }
-                    }
-                }
-                time.uncontrolled = self
-                    .engine
-                    .uncontrolled_in(*tenant, *gpu)
-                    .map(|(pid, why)| Uncontrolled {
-                        pid,
-                        why: why.to_owned(),
-                    })
-                    .collect();
-                status.insert((*tenant, *gpu), time);
+    /// Tenants of whom there is more to say than what should hold, and the GPUs.
+    fn noteworthy(&self) -> BTreeSet<(u32, u32)> {
+        let mut found: BTreeSet<(u32, u32)> = self
+            .engine
+            .uncontrolled()
+            .map(|(place, tenant, _)| (tenant, place.gpu))
+            .collect();
+        for (gpu, state) in self.engine.gpus() {
+            found.extend(state.accounted().map(|tenant| (tenant, gpu)));
+            found.extend(state.members().iter().map(|member| (member.tenant, gpu)));
+            let held: BTreeSet<u32> = state.held().collect();
+            if !held.is_empty() {
+                // Those inside are frozen with them.
+                let rules = self.engine.rules();
+                found.extend(
+                    rules
+                        .keys()
+                        .filter(|tenant| {
+                            chain(rules, **tenant).any(|around| held.contains(&around))
+                        })
+                        .map(|tenant| (*tenant, gpu)),
+                );
             }
+        }
+        found
+    }
+
+    fn publish(&self) {
+        let mut status = Status {
+            rules: Arc::clone(self.engine.rules()),
+            on: BTreeMap::new(),
+        };
+        for (tenant, gpu) in self.noteworthy() {
+            let Some(rule) = status
+                .rules
+                .get(&tenant)
+                .and_then(|rules| rules.gpus.get(&gpu))
+            else {
+                continue;
+            };
+            let time = self.time_of(tenant, gpu, rule);
+            status.on.insert((tenant, gpu), time);
         }
         *self
             .shared
@@ -641,17 +678,19 @@ impl Worker {
                         as if all tenants were in one instance, and nothing is accounted";
             (*gpu, note.to_owned())
         }));
-        for gpu in self.asked.iter().copied() {
-            for tenant in self.engine.rules().keys() {
-                notes.extend(
-                    self.engine
-                        .uncontrolled_in(*tenant, gpu)
-                        .map(|(tgid, why)| {
-                            (gpu, format!("process {tgid} is not controlled: {why}"))
-                        }),
-                );
-            }
-        }
+        let uncontrolled: BTreeSet<(u32, u32, u32, &str)> = self
+            .engine
+            .uncontrolled()
+            .filter(|(place, tenant, _)| {
+                self.asked.contains(&place.gpu) && self.engine.rules().contains_key(tenant)
+            })
+            .map(|(place, tenant, why)| (place.gpu, tenant, place.tgid, why))
+            .collect();
+        notes.extend(
+            uncontrolled.into_iter().map(|(gpu, _, tgid, why)| {
+                (gpu, format!("process {tgid} is not controlled: {why}"))
+            }),
+        );
         *self
             .shared
             .notes
@@ -669,5 +708,48 @@ impl Worker {
             .status
             .lock()
             .unwrap_or_else(PoisonError::into_inner) = status;
+    }
+
+    fn time_of(&self, tenant: u32, gpu: u32, rule: &Rule) -> TenantTime {
+        let mut time = at_rest(rule);
+        if let Some(state) = self.engine.gpu(gpu) {
+            if let Some(account) = state.account(tenant) {
+                let share = |seconds| {
+                    account
+                        .meter
+                        .share(state.known_us(), Duration::from_secs(seconds))
+                };
+                time.used = account.meter.total();
+                time.share_1s = share(1);
+                time.share_10s = share(10);
+                time.share_60s = share(60);
+                time.pressure = account.pressure.into();
+                time.energy_joules = account.energy.joules;
+                time.power_watts = account.energy.watts;
+            }
+            time.frozen = state
+                .reasons(self.engine.rules(), tenant)
+                .iter()
+                .map(ToString::to_string)
+                .collect();
+            for member in state.members() {
+                if member.tenant != tenant {
+                    continue;
+                }
+                time.own_controls += self.engine.own_controls(member.tgid);
+                if let Some(slice) = state.division().slices.get(&member.tgid) {
+                    time.slices.push((member.tgid, *slice));
+                }
+            }
+        }
+        time.uncontrolled = self
+            .engine
+            .uncontrolled_in(tenant, gpu)
+            .map(|(pid, why)| Uncontrolled {
+                pid,
+                why: why.to_owned(),
+            })
+            .collect();
+        time
     }
 }

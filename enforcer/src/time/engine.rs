@@ -4,6 +4,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    sync::Arc,
     time::Duration,
 };
 
@@ -23,6 +24,8 @@ use super::{
 
 /// Longest time between two looks at what is due.
 const IDLE: Duration = Duration::from_millis(250);
+/// The same while nobody is on any GPU: then nothing is due before there is news.
+const NOBODY: Duration = Duration::from_secs(10);
 /// The driver carries out a tenant's own control after it was announced; so it is undone only then, and once more
 /// to be sure.
 const REASSERT: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(60)];
@@ -82,7 +85,7 @@ enum Changed {
 /// The state machine.
 pub struct Engine {
     settings: Settings,
-    rules: Rules,
+    rules: Arc<Rules>,
     registry: Registry,
     places: BTreeMap<Place, Vec<Held>>,
     gpus: BTreeMap<u32, Gpu>,
@@ -113,7 +116,7 @@ impl Engine {
     pub fn new(settings: Settings) -> Self {
         Self {
             settings,
-            rules: Rules::new(),
+            rules: Arc::default(),
             registry: Registry::default(),
             places: BTreeMap::new(),
             gpus: BTreeMap::new(),
@@ -133,8 +136,8 @@ impl Engine {
     }
 
     /// A policy came into force.
-    pub fn set_rules(&mut self, rules: Rules) {
-        self.rules = rules;
+    pub fn set_rules(&mut self, rules: impl Into<Arc<Rules>>) {
+        self.rules = rules.into();
         self.objects_changed = true;
     }
 
@@ -252,8 +255,28 @@ impl Engine {
     }
 
     /// Rules in force.
-    pub fn rules(&self) -> &Rules {
+    pub fn rules(&self) -> &Arc<Rules> {
         &self.rules
+    }
+
+    /// The GPUs that somebody was on, and what is known of them.
+    pub fn gpus(&self) -> impl Iterator<Item = (u32, &Gpu)> {
+        self.gpus.iter().map(|(gpu, state)| (*gpu, state))
+    }
+
+    /// Processes that are not controlled, their tenants and why.
+    pub fn uncontrolled(&self) -> impl Iterator<Item = (Place, u32, &str)> {
+        let failed = self
+            .uncontrolled
+            .iter()
+            .filter_map(|(place, uncontrolled)| {
+                let tenant = self.places.get(place)?[0].tenant;
+                Some((*place, tenant, uncontrolled.why.as_str()))
+            });
+        self.strangers
+            .iter()
+            .map(|(place, (tenant, why))| (*place, *tenant, why.as_str()))
+            .chain(failed)
     }
 
     /// What is known of a GPU.
@@ -271,22 +294,9 @@ impl Engine {
 
     /// Processes that are in a tenant itself and not controlled on a GPU, and why.
     pub fn uncontrolled_in(&self, tenant: u32, gpu: u32) -> impl Iterator<Item = (u32, &str)> {
-        let failed = self
-            .uncontrolled
-            .iter()
-            .filter(move |(place, _)| {
-                self.places
-                    .get(place)
-                    .is_some_and(|helds| helds[0].tenant == tenant)
-            })
-            .map(|(place, uncontrolled)| (*place, uncontrolled.why.as_str()));
-        self.strangers
-            .iter()
-            .filter(move |(_, (of, _))| *of == tenant)
-            .map(|(place, (_, why))| (*place, why.as_str()))
-            .chain(failed)
-            .filter(move |(place, _)| place.gpu == gpu)
-            .map(|(place, why)| (place.tgid, why))
+        self.uncontrolled()
+            .filter(move |(place, of, _)| *of == tenant && place.gpu == gpu)
+            .map(|(place, _, why)| (place.tgid, why))
     }
 
     /// A process that was there before the daemon is out of reach.
@@ -350,11 +360,25 @@ impl Engine {
             .into_iter()
             .flatten()
             .min()
-            .map_or(IDLE, |next| next.saturating_sub(now));
+            .map_or(NOBODY, |next| next.saturating_sub(now));
         if self.objects_changed || self.slices_changed {
             return Duration::ZERO;
         }
-        wait.min(IDLE)
+        wait.min(self.longest_wait())
+    }
+
+    fn longest_wait(&self) -> Duration {
+        if self.is_at_rest() { NOBODY } else { IDLE }
+    }
+
+    /// Whether nobody is on any GPU, and nothing is left to be done for those who were.
+    pub fn is_at_rest(&self) -> bool {
+        self.places.is_empty() && self.frozen.is_empty() && self.changed.is_empty()
+    }
+
+    /// Whether anything is frozen.
+    pub fn has_frozen(&self) -> bool {
+        !self.frozen.is_empty()
     }
 
     /// Finds out who is where.

@@ -24,7 +24,7 @@ const IDLE_AFTER: Duration = Duration::from_secs(3);
 /// Part of the time from which on a board is at work.
 const BOARD_BUSY: f64 = 0.02;
 /// NVML tells of one process about every 200 ms, so that many an answer is empty. Longer than this it is silent.
-const LONGEST_GAP: Duration = Duration::from_secs(1);
+pub(super) const LONGEST_GAP: Duration = Duration::from_secs(1);
 /// What a switch from one process to another takes on an H200.
 const SWITCH: Duration = Duration::from_micros(200);
 /// Longest moment for which a tenant that starved runs.
@@ -185,6 +185,16 @@ impl Gpu {
     /// What a tenant did here.
     pub fn account(&self, tenant: u32) -> Option<&Account> {
         self.accounts.get(&tenant)
+    }
+
+    /// Tenants that did something here.
+    pub fn accounted(&self) -> impl Iterator<Item = u32> {
+        self.accounts.keys().copied()
+    }
+
+    /// Tenants that are frozen by reasons of their own.
+    pub fn held(&self) -> impl Iterator<Item = u32> {
+        self.held.keys().copied()
     }
 
     /// Slices as they should be, by process.

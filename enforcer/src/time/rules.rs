@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fmt, time::Duration};
 
-use gpuquota_policy::{Budget, HostGpu, Policy};
+use gpuquota_policy::{HostGpu, Policy, TimeBudget};
 
 use crate::tenancy::Seating;
 
@@ -39,35 +39,36 @@ pub type Rules = BTreeMap<u32, TenantRules>;
 
 /// The rules of a policy.
 pub fn rules(policy: &Policy, seating: &Seating, gpus: &[HostGpu]) -> Rules {
-    let gpus: Vec<_> = gpus.iter().map(|gpu| (gpu.index, policy.on(gpu))).collect();
+    let on_gpus = policy.on_each(gpus);
     seating
         .in_force()
-        .map(|(index, seat)| {
+        .filter_map(|(index, seat)| {
+            let class = policy.tenants.get(&seat.name)?.class_name();
+            let (priority, exclusive) =
+                (policy.class_priority(class), policy.class_exclusive(class));
+            let rule = |time: TimeBudget| Rule {
+                weight: time.weight,
+                max: time.max.map(gpuquota_policy::Percent::ratio),
+                priority,
+                exclusive,
+                starve_max: time.starve_max,
+                latency_target: time.latency_target,
+            };
             let rules = TenantRules {
                 name: seat.name.clone(),
                 parent: seat
                     .parent
                     .as_deref()
                     .and_then(|parent| seating.index(parent)),
-                gpus: gpus
-                    .iter()
-                    .filter_map(|(index, on_gpu)| Some((*index, rule(&on_gpu.budget(&seat.name)?))))
+                gpus: on_gpus
+                    .time(&seat.name)
+                    .into_iter()
+                    .map(|(gpu, time)| (gpu, rule(time)))
                     .collect(),
             };
-            (index, rules)
+            Some((index, rules))
         })
         .collect()
-}
-
-fn rule(budget: &Budget) -> Rule {
-    Rule {
-        weight: budget.time.weight,
-        max: budget.time.max.map(gpuquota_policy::Percent::ratio),
-        priority: budget.priority,
-        exclusive: budget.exclusive,
-        starve_max: budget.time.starve_max,
-        latency_target: budget.time.latency_target,
-    }
 }
 
 /// Why a tenant is frozen.

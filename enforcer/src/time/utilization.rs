@@ -8,10 +8,7 @@ use std::{
     ffi::OsStr,
     io,
     path::PathBuf,
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
     time::{Duration, Instant},
 };
@@ -27,6 +24,12 @@ use super::{
     levers::wall_us,
 };
 
+/// For so long after somebody was at work, GPUs are asked about as often as while somebody is.
+const AWAKE: Duration = Duration::from_secs(3);
+/// Time between two questions while nobody is at work. Shorter than what counts as a gap in the answers (`gpu::LONGEST_GAP`).
+const SLEEPY: Duration = Duration::from_millis(500);
+/// A GPU is divided while nobody uses it, or not at all.
+const MIG_INTERVAL: Duration = Duration::from_secs(10);
 /// Time after which a library that failed is opened again.
 const REOPEN: Duration = Duration::from_secs(5);
 
@@ -71,19 +74,39 @@ pub enum Utilization {
     },
 }
 
+/// What the thread is to know.
+#[derive(Debug, Default)]
+struct Order {
+    gpus: BTreeSet<u32>,
+    /// Somebody is about to work: ask as often as if somebody did.
+    stirred: bool,
+    stop: bool,
+}
+
 /// What the thread is asked to do.
 #[derive(Default)]
 pub struct Questions {
-    gpus: Mutex<BTreeSet<u32>>,
+    order: Mutex<Order>,
     /// When something is to be frozen or thawed next; see [`Questions::keep_clear_of`].
     next: Mutex<Option<Instant>>,
-    stop: AtomicBool,
+    told: Condvar,
 }
 
 impl Questions {
+    fn lock(&self) -> MutexGuard<'_, Order> {
+        self.order.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// GPUs to ask about.
     pub fn ask_about(&self, gpus: BTreeSet<u32>) {
-        *self.gpus.lock().unwrap_or_else(PoisonError::into_inner) = gpus;
+        self.lock().gpus = gpus;
+        self.told.notify_all();
+    }
+
+    /// Somebody has a new context, or has launched something.
+    pub fn stir(&self) {
+        self.lock().stirred = true;
+        self.told.notify_all();
     }
 
     /// Says when the driver will be needed next. A question holds its lock for 2 ms, the energy counter for 8 (measured on an
@@ -106,18 +129,74 @@ impl Questions {
 
     /// Ends the thread after the question in progress.
     pub fn stop(&self) {
-        self.stop.store(true, Ordering::Relaxed);
+        self.lock().stop = true;
+        self.told.notify_all();
     }
 
     fn stopped(&self) -> bool {
-        self.stop.load(Ordering::Relaxed)
+        self.lock().stop
     }
 
     fn gpus(&self) -> BTreeSet<u32> {
-        self.gpus
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.lock().gpus.clone()
+    }
+
+    /// Pauses for a time, with nothing to ask about until there is something. A pause for an idle GPU (`sleepy`) ends when
+    /// somebody stirs. Whether somebody did.
+    fn pause(&self, length: Duration, sleepy: bool) -> bool {
+        let end = Instant::now() + length;
+        let mut order = self.lock();
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            if order.stop || (sleepy && order.stirred) || (left.is_zero() && !order.gpus.is_empty())
+            {
+                return std::mem::take(&mut order.stirred);
+            }
+            order = if order.gpus.is_empty() {
+                self.told
+                    .wait(order)
+                    .unwrap_or_else(PoisonError::into_inner)
+            } else {
+                self.told
+                    .wait_timeout(order, left)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0
+            };
+        }
+    }
+}
+
+/// How often to ask: pure.
+#[derive(Debug)]
+struct Pace {
+    usual: Duration,
+    /// Until when somebody counts as at work.
+    awake_until: Instant,
+}
+
+impl Pace {
+    fn new(usual: Duration, now: Instant) -> Self {
+        Self {
+            usual,
+            awake_until: now + AWAKE,
+        }
+    }
+
+    /// Somebody works, or is about to.
+    fn wake(&mut self, now: Instant) {
+        self.awake_until = now + AWAKE;
+    }
+
+    fn is_sleepy(&self, now: Instant) -> bool {
+        now >= self.awake_until
+    }
+
+    fn interval(&self, now: Instant) -> Duration {
+        if self.is_sleepy(now) {
+            self.usual.max(SLEEPY)
+        } else {
+            self.usual
+        }
     }
 }
 
@@ -162,19 +241,31 @@ fn ask(
     tell: &mut dyn FnMut(Utilization) -> bool,
 ) -> bool {
     let mut answers: BTreeMap<u32, Answers> = BTreeMap::new();
-    let mut divided: BTreeMap<u32, bool> = BTreeMap::new();
+    let mut divided: BTreeMap<u32, (bool, Instant)> = BTreeMap::new();
+    let mut pace = Pace::new(interval, Instant::now());
     let mut read = BTreeMap::new();
     while !questions.stopped() {
         let gpus = questions.gpus();
+        if gpus.iter().any(|gpu| !answers.contains_key(gpu)) {
+            pace.wake(Instant::now());
+        }
         answers.retain(|gpu, _| gpus.contains(gpu));
         divided.retain(|gpu, _| gpus.contains(gpu));
         for gpu in gpus {
             let Ok(device) = nvml.device_by_index(gpu) else {
                 return true;
             };
-            // Not told (on a card that cannot be divided) means that it is not.
-            let now_divided = device.mig_mode().is_ok_and(|mode| mode.current != 0);
-            if divided.insert(gpu, now_divided) != Some(now_divided)
+            let known = divided.get(&gpu).copied();
+            let now_divided = match known {
+                Some((is_divided, at)) if at.elapsed() < MIG_INTERVAL => is_divided,
+                // Not told (on a card that cannot be divided) means that it is not.
+                _ => {
+                    let is_divided = device.mig_mode().is_ok_and(|mode| mode.current != 0);
+                    divided.insert(gpu, (is_divided, Instant::now()));
+                    is_divided
+                }
+            };
+            if known.map(|(before, _)| before) != Some(now_divided)
                 && !tell(Utilization::Divided {
                     gpu,
                     divided: now_divided,
@@ -228,20 +319,66 @@ fn ask(
                     counter_mj,
                 })
             });
+            let board = device
+                .utilization_rates()
+                .ok()
+                .map(|rates| f64::from(rates.gpu) / 100.0);
+            if busy.iter().any(|busy| busy.busy_us > 0) || board.is_some_and(|part| part > 0.0) {
+                pace.wake(Instant::now());
+            }
             if !tell(Utilization::Used {
                 gpu,
                 known_us,
                 busy,
                 energy,
-                board: device
-                    .utilization_rates()
-                    .ok()
-                    .map(|rates| f64::from(rates.gpu) / 100.0),
+                board,
             }) {
                 return false;
             }
         }
-        thread::sleep(interval);
+        let now = Instant::now();
+        if questions.pause(pace.interval(now), pace.is_sleepy(now)) {
+            pace.wake(Instant::now());
+        }
     }
     false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn questions_are_rare_while_nobody_works_but_no_gap() {
+        let begin = Instant::now();
+        let usual = Duration::from_millis(100);
+        let mut pace = Pace::new(usual, begin);
+        assert_eq!(pace.interval(begin), usual);
+        let later = begin + AWAKE;
+        assert_eq!(pace.interval(later), SLEEPY);
+        assert!(SLEEPY < crate::time::gpu::LONGEST_GAP);
+        pace.wake(later);
+        assert_eq!(pace.interval(later), usual);
+        let slow = Pace::new(Duration::from_secs(1), begin);
+        assert_eq!(slow.interval(later), Duration::from_secs(1));
+    }
+
+    #[test]
+    fn a_pause_ends_when_there_is_something_to_ask() {
+        let questions = Arc::new(Questions::default());
+        let waiting = Arc::clone(&questions);
+        let paused = thread::spawn(move || waiting.pause(Duration::ZERO, false));
+        questions.ask_about(BTreeSet::from([0]));
+        assert!(!paused.join().expect("no panic"), "nobody has stirred");
+        let waiting = Arc::clone(&questions);
+        let paused = thread::spawn(move || waiting.pause(Duration::from_hours(1), true));
+        questions.stir();
+        assert!(paused.join().expect("no panic"));
+        questions.ask_about(BTreeSet::new());
+        let waiting = Arc::clone(&questions);
+        let paused = thread::spawn(move || waiting.pause(Duration::from_hours(1), false));
+        questions.stop();
+        paused.join().expect("no panic");
+        assert!(questions.stopped());
+    }
 }
