@@ -27,8 +27,8 @@ lint: ## formatting, clippy, documentation, unused dependencies, shell scripts
 scale: ## measure 1,000 tenants, 8 GPUs, 5,000 processes and 1,000,000 objects: memory, start, reload, CPU
 	@scripts/setup.sh build test
 	@scripts/prepare-host.sh
-	cargo build --release --workspace --exclude gpuquota-ebpf
-	cargo bench -p gpuquota-native-tests --bench scale
+	cargo build --release --workspace --exclude gpuquota-ebpf --lib --bins --bench scale
+	cargo bench --workspace --exclude gpuquota-ebpf --bench scale
 
 bench: ## run the benchmarks
 	@scripts/setup.sh build test

@@ -27,6 +27,15 @@ pub fn share_arenas() {
     }
 }
 
+/// Gives back all that is free, for the start: what it took to read the kernel's types is not needed again.
+pub fn give_back() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: the allocator locks its arenas, and only unused memory is given back.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 /// Says that much memory is being used for a while: by a policy that is loaded, by a scrape.
 pub fn used() {
     *USED.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
@@ -60,7 +69,9 @@ fn wasted() -> Option<usize> {
 
 /// `RssAnon` of `/proc/PID/status`, in bytes.
 fn anonymous(status: &str) -> Option<usize> {
-    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("RssAnon:"))?;
     let kib: usize = line.trim().strip_suffix(" kB")?.parse().ok()?;
     Some(kib << 10)
 }
@@ -81,7 +92,9 @@ mod tests {
     #[cfg(target_env = "gnu")]
     fn what_is_free_is_given_back_and_a_part_kept() {
         // Small pieces, so that they come from an arena and stay there when they are freed: the last one holds its end.
-        let pieces: Vec<Box<[u8]>> = (0..16_384).map(|_| vec![1; 4000].into_boxed_slice()).collect();
+        let pieces: Vec<Box<[u8]>> = (0..16_384)
+            .map(|_| vec![1; 4000].into_boxed_slice())
+            .collect();
         let last = vec![1_u8; 4000].into_boxed_slice();
         drop(pieces);
         let before = wasted().expect("status");

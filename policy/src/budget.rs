@@ -204,7 +204,7 @@ impl<'a> Layers<'a> {
         if !tenant.gpu.is_empty() {
             layers.extend(selectors.iter().filter_map(|selector| {
                 let limits = tenant.gpu.get(selector)?;
-                Some((Rung::TenantGpu(selector), limits))
+                Some((Rung::TenantGpu(selector), &**limits))
             }));
         }
         layers.push((Rung::Tenant, &tenant.limits));
@@ -230,7 +230,7 @@ impl<'a> Layers<'a> {
         for class in own.into_iter().chain(builtin) {
             if !class.gpu.is_empty() {
                 self.0.extend(selectors.iter().filter_map(|selector| {
-                    Some((Rung::ClassGpu(name, selector), class.gpu.get(selector)?))
+                    Some((Rung::ClassGpu(name, selector), &**class.gpu.get(selector)?))
                 }));
             }
             let rung = if class.origin.is_builtin() {
@@ -249,7 +249,9 @@ impl<'a> Layers<'a> {
         &self,
         field: impl Fn(&'a Limits) -> &'a Written<T>,
     ) -> Option<&'a Spanned<T>> {
-        self.0.iter().find_map(|(_, limits)| field(limits).as_deref())
+        self.0
+            .iter()
+            .find_map(|(_, limits)| field(limits).as_deref())
     }
 
     /// The plain value that holds.
@@ -277,41 +279,41 @@ impl<'a> Layers<'a> {
             |burst| burst.value,
         )
     }
+}
 
-    fn memory(&self) -> MemoryBudget {
-        let bytes = |limit: Limit<Size>| limit.get().map(|size| size.0);
-        MemoryBudget {
-            max: bytes(self.value(|limits| &limits.memory_max)),
-            high: bytes(self.value(|limits| &limits.memory_high)),
-            min: self.value(|limits| &limits.memory_min).0,
-            on_max: self.value(|limits| &limits.memory_on_max),
-            on_high: self.value(|limits| &limits.memory_on_high),
-            wait_timeout: self.value(|limits| &limits.memory_wait_timeout),
-            managed: self.value(|limits| &limits.memory_managed),
-            context: self.value(|limits| &limits.memory_context),
-            host: bytes(self.value(|limits| &limits.memory_host)),
-            on_breach: self.value(|limits| &limits.memory_on_breach),
-        }
+fn memory(layers: &Layers<'_>) -> MemoryBudget {
+    let bytes = |limit: Limit<Size>| limit.get().map(|size| size.0);
+    MemoryBudget {
+        max: bytes(layers.value(|limits| &limits.memory_max)),
+        high: bytes(layers.value(|limits| &limits.memory_high)),
+        min: layers.value(|limits| &limits.memory_min).0,
+        on_max: layers.value(|limits| &limits.memory_on_max),
+        on_high: layers.value(|limits| &limits.memory_on_high),
+        wait_timeout: layers.value(|limits| &limits.memory_wait_timeout),
+        managed: layers.value(|limits| &limits.memory_managed),
+        context: layers.value(|limits| &limits.memory_context),
+        host: bytes(layers.value(|limits| &limits.memory_host)),
+        on_breach: layers.value(|limits| &limits.memory_on_breach),
     }
+}
 
-    fn launch(&self) -> LaunchBudget {
-        LaunchBudget {
-            max: self.value(|limits| &limits.launch_max).get(),
-            burst: self.launch_burst(),
-            on_max: self.value(|limits| &limits.launch_on_max),
-            patience: self.value(|limits| &limits.launch_patience),
-            pace: self.value(|limits| &limits.launch_pace),
-            graph_cost: self.value(|limits| &limits.launch_graph_cost),
-        }
+fn launch(layers: &Layers<'_>) -> LaunchBudget {
+    LaunchBudget {
+        max: layers.value(|limits| &limits.launch_max).get(),
+        burst: layers.launch_burst(),
+        on_max: layers.value(|limits| &limits.launch_on_max),
+        patience: layers.value(|limits| &limits.launch_patience),
+        pace: layers.value(|limits| &limits.launch_pace),
+        graph_cost: layers.value(|limits| &limits.launch_graph_cost),
     }
+}
 
-    fn time(&self) -> TimeBudget {
-        TimeBudget {
-            weight: self.value(|limits| &limits.time_weight).get(),
-            max: self.value(|limits| &limits.time_max).get(),
-            starve_max: self.value(|limits| &limits.time_starve_max),
-            latency_target: self.value(|limits| &limits.time_latency_target).get(),
-        }
+fn time(layers: &Layers<'_>) -> TimeBudget {
+    TimeBudget {
+        weight: layers.value(|limits| &limits.time_weight).get(),
+        max: layers.value(|limits| &limits.time_max).get(),
+        starve_max: layers.value(|limits| &limits.time_starve_max),
+        latency_target: layers.value(|limits| &limits.time_latency_target).get(),
     }
 }
 
@@ -334,9 +336,9 @@ impl<'a> OnGpu<'a> {
             class: tenant.class_name().to_owned(),
             priority: policy.class_priority(tenant.class_name()),
             exclusive: policy.class_exclusive(tenant.class_name()),
-            memory: layers.memory(),
-            launch: layers.launch(),
-            time: layers.time(),
+            memory: memory(&layers),
+            launch: launch(&layers),
+            time: time(&layers),
             fault: FaultBudget {
                 on_xid: layers.value(|limits| &limits.fault_on_xid),
                 xids: layers.value(|limits| &limits.fault_xids),
@@ -351,7 +353,7 @@ impl<'a> OnGpu<'a> {
 
     /// What of a tenant's budget is about launches.
     pub fn launch(&self, tenant: &str) -> Option<LaunchBudget> {
-        Some(self.layers(self.policy.tenants.get(tenant)?).launch())
+        Some(launch(&self.layers(self.policy.tenants.get(tenant)?)))
     }
 
     fn layers(&self, tenant: &'a Tenant) -> Layers<'_> {
@@ -365,12 +367,12 @@ pub struct OnGpus<'a>(Vec<(u32, OnGpu<'a>)>);
 impl OnGpus<'_> {
     /// What of a tenant's budget is about memory, by index of the GPU.
     pub fn memory(&self, tenant: &str) -> Vec<(u32, MemoryBudget)> {
-        self.each(tenant, |layers| layers.memory())
+        self.each(tenant, memory)
     }
 
     /// What of it is about GPU time.
     pub fn time(&self, tenant: &str) -> Vec<(u32, TimeBudget)> {
-        self.each(tenant, |layers| layers.time())
+        self.each(tenant, time)
     }
 
     fn each<T: Clone>(&self, tenant: &str, of: impl Fn(&Layers<'_>) -> T) -> Vec<(u32, T)> {

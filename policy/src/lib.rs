@@ -45,8 +45,8 @@ mod values;
 mod xids;
 
 pub use budget::{
-    Budget, ExplainedValue, FaultBudget, LaunchBudget, Level, MemoryBudget, OnGpu, OnGpus, ProfileBudget,
-    TimeBudget,
+    Budget, ExplainedValue, FaultBudget, LaunchBudget, Level, MemoryBudget, OnGpu, OnGpus,
+    ProfileBudget, TimeBudget,
 };
 pub use builtin::{BUILTIN_CLASSES, DEFAULT_CLASS};
 pub use cgroup::{CgroupPattern, CgroupPatternError};

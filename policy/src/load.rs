@@ -177,7 +177,7 @@ struct TenantDraft {
     cgroup: Option<Spanned<CgroupPattern>>,
     class: Option<Spanned<String>>,
     limits: Limits,
-    gpu: BTreeMap<GpuSelector, Limits>,
+    gpu: BTreeMap<GpuSelector, Box<Limits>>,
 }
 
 impl Draft {
@@ -472,7 +472,7 @@ impl Reader<'_, '_> {
     fn gpu(
         &mut self,
         value: &TomlSpanned<DeValue<'_>>,
-        gpus: &mut BTreeMap<GpuSelector, Limits>,
+        gpus: &mut BTreeMap<GpuSelector, Box<Limits>>,
         selectors: &mut Vec<Spanned<GpuSelector>>,
     ) {
         const HELP: &str = "limits of one GPU stand in a table such as [tenant.NAME.gpu.\"0\"]";

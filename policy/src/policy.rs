@@ -22,7 +22,17 @@ pub struct Class {
     /// Limits of its tenants on every GPU.
     pub limits: Limits,
     /// Limits of its tenants on some GPUs.
-    pub gpu: BTreeMap<GpuSelector, Limits>,
+    pub gpu: BTreeMap<GpuSelector, Box<Limits>>,
+}
+
+impl Class {
+    /// All its tables of limits.
+    pub(crate) fn written(&self) -> impl Iterator<Item = &Limits> {
+        self.gpu
+            .values()
+            .map(|limits| &**limits)
+            .chain([&self.limits])
+    }
 }
 
 impl PartialEq for Class {
@@ -52,7 +62,7 @@ pub struct Tenant {
     /// Limits on every GPU.
     pub limits: Limits,
     /// Limits on some GPUs.
-    pub gpu: BTreeMap<GpuSelector, Limits>,
+    pub gpu: BTreeMap<GpuSelector, Box<Limits>>,
 }
 
 impl Tenant {
@@ -61,6 +71,14 @@ impl Tenant {
         self.class
             .as_ref()
             .map_or(DEFAULT_CLASS, |class| &class.value)
+    }
+
+    /// All its tables of limits.
+    pub(crate) fn written(&self) -> impl Iterator<Item = &Limits> {
+        self.gpu
+            .values()
+            .map(|limits| &**limits)
+            .chain([&self.limits])
     }
 }
 

@@ -42,7 +42,7 @@ impl Policy {
     }
 }
 
-fn gpus(out: &mut String, table: &str, gpus: &BTreeMap<GpuSelector, Limits>) {
+fn gpus(out: &mut String, table: &str, gpus: &BTreeMap<GpuSelector, Box<Limits>>) {
     for (selector, of_gpu) in gpus {
         header(
             out,

@@ -6,7 +6,7 @@ use crate::budget::Layers;
 use crate::diagnostic::{Diagnostic, Report, quote};
 use crate::gpu::{GpuSelector, Host};
 use crate::limits::Limits;
-use crate::policy::{Policy, Tenant};
+use crate::policy::{Class, Policy, Tenant};
 use crate::source::{Origin, Spanned};
 use crate::suggest::nearest;
 use crate::values::{Limit, Size};
@@ -143,7 +143,7 @@ fn overlap(a: &Tenant, b: &Tenant, report: &mut Report) {
 fn memory(context: &Context<'_>, report: &mut Report) {
     let policy = context.policy;
     for class in policy.classes.values() {
-        if !class.gpu.values().chain([&class.limits]).any(may_disagree) {
+        if !class.written().any(may_disagree) {
             continue;
         }
         for selectors in combinations(class.gpu.keys(), std::iter::empty(), context.host) {
@@ -152,10 +152,8 @@ fn memory(context: &Context<'_>, report: &mut Report) {
     }
     for tenant in policy.tenants.values() {
         let class = policy.classes.get(tenant.class_name());
-        let written = tenant.gpu.values().chain([&tenant.limits]);
-        let of_class = class
-            .into_iter()
-            .flat_map(|class| class.gpu.values().chain([&class.limits]));
+        let written = tenant.written();
+        let of_class = class.into_iter().flat_map(Class::written);
         if !written.chain(of_class).any(may_disagree) {
             continue;
         }
@@ -326,14 +324,8 @@ fn twice_selected(policy: &Policy, host: &Host, report: &mut Report) {
 
 /// Whether any table asks for a reservation; most policies have none.
 fn reserves(policy: &Policy) -> bool {
-    let of_tenants = policy
-        .tenants
-        .values()
-        .flat_map(|tenant| tenant.gpu.values().chain([&tenant.limits]));
-    let of_classes = policy
-        .classes
-        .values()
-        .flat_map(|class| class.gpu.values().chain([&class.limits]));
+    let of_tenants = policy.tenants.values().flat_map(Tenant::written);
+    let of_classes = policy.classes.values().flat_map(Class::written);
     of_tenants
         .chain(of_classes)
         .any(|limits| limits.memory_min.is_some())

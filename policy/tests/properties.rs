@@ -444,6 +444,28 @@ proptest! {
         }
     }
 
+    /// What holds is found once for all GPUs that no table names, and is the same as if each were asked about.
+    #[test]
+    fn many_gpus_at_once_are_each_of_them(
+        tables in prop::collection::vec((0..2_u8, select(&["*", "0", "1", "2", "uuid"][..]), 3..9_u32), 0..6),
+        weight in 1..9_u32,
+    ) {
+        let mut text = format!("[class.c]\n[tenant.t]\ncgroup = \"/t\"\nclass = \"c\"\ntime.weight = {weight}\n");
+        let mut seen = std::collections::BTreeSet::new();
+        for (whose, gpu, size) in tables.iter().filter(|(whose, gpu, _)| seen.insert((*whose, *gpu))) {
+            let of = if *whose == 0 { "tenant.t" } else { "class.c" };
+            let gpu = if *gpu == "uuid" { uuid(1) } else { (*gpu).to_owned() };
+            let _ = writeln!(text, "[{of}.gpu.\"{gpu}\"]\nmemory.max = \"{size}GiB\"\ntime.max = \"{size}%\"");
+        }
+        let policy = load(&text);
+        let gpus = [gpu(0), gpu(1), gpu(2), gpu(3)];
+        let each: Vec<_> = gpus.iter().map(|gpu| (gpu.index, policy.effective("t", gpu).expect("a tenant"))).collect();
+        let on_gpus = policy.on_each(&gpus);
+        prop_assert_eq!(on_gpus.memory("t"), each.iter().map(|(gpu, all)| (*gpu, all.memory.clone())).collect::<Vec<_>>());
+        prop_assert_eq!(on_gpus.time("t"), each.iter().map(|(gpu, all)| (*gpu, all.time.clone())).collect::<Vec<_>>());
+        prop_assert!(on_gpus.memory("nobody").is_empty());
+    }
+
     #[test]
     fn no_property_panics(key in "\\PC{0,20}", value in "\\PC{0,20}", old in mutated()) {
         let _ = property::check(&key, &value);

@@ -16,9 +16,7 @@ use tracing::warn;
 use super::{Enforcer, EnforcerError};
 use crate::{
     journal,
-    metrics::{
-        GpuSample, MapFill, PolicySample, Snapshot, TenantGpuSample, TenantSample, own,
-    },
+    metrics::{GpuSample, MapFill, PolicySample, Snapshot, TenantGpuSample, TenantSample, own},
     telemetry::Card,
 };
 

@@ -26,6 +26,7 @@ use crate::{
     control::Notice,
     launch::attach,
     lifecycle::{self, Fate, Reaper, Roll},
+    stir::CALM_PAUSE,
 };
 
 /// Time between two signs of life to the kernel side, which waits for two seconds.
@@ -37,6 +38,10 @@ const CALM_HEARTBEAT: Duration = Duration::from_millis(500);
 const YOUNG: Duration = Duration::from_secs(1);
 /// ... and meanwhile it is looked for this often.
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
+
+/// A sweep is followed by a pause of at least so many times as long, [`CALM_PAUSE`] at most: with thousands of processes it takes a
+/// good part of a second.
+const SWEEP_REST: u32 = 20;
 
 /// The running threads.
 pub struct Watch {
@@ -84,6 +89,7 @@ impl Enforcer {
         let fd = ring.as_raw_fd();
         let reconcile = self.config.enforcement.reconcile_interval;
         let mut last_sweep = Instant::now();
+        let mut rest = Duration::ZERO;
         let mut next_look = Instant::now();
         let mut young = Vec::new();
         let mut lost = self.lost_events();
@@ -127,7 +133,8 @@ impl Enforcer {
                 self.stir.news();
             }
             let now_lost = self.lost_events();
-            if now_lost != lost || last_sweep.elapsed() >= self.stir.interval(reconcile) {
+            if now_lost != lost || last_sweep.elapsed() >= self.stir.interval(reconcile).max(rest) {
+                let begun = Instant::now();
                 if now_lost != lost {
                     warn!(
                         lost = now_lost - lost,
@@ -140,6 +147,7 @@ impl Enforcer {
                     reaper.watch(tgid);
                 }
                 last_sweep = Instant::now();
+                rest = (begun.elapsed() * SWEEP_REST).min(CALM_PAUSE);
             }
         }
     }

@@ -340,6 +340,9 @@ impl Kernel {
             }
         }
         let mut ebpf = loader.load(OBJECT)?;
+        // It holds all types of the kernel, which take more memory than the daemon does afterwards.
+        drop(loader);
+        crate::heap::give_back();
         load(&mut ebpf)?;
         let descriptors = uprobe_multi::map_descriptors(&ebpf);
         let kernel_maps = Maps::take(&mut ebpf)?;

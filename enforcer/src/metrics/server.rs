@@ -352,11 +352,15 @@ mod tests {
 
     #[tokio::test]
     async fn a_long_text_is_sent_in_chunks_to_who_knows_them() {
-        let server = serve(any_port(), || 3_u32, |count, sink| {
-            for number in 0..*count {
-                assert!(sink(format!("gpuquota_x{number} 1\n")));
-            }
-        })
+        let server = serve(
+            any_port(),
+            || 3_u32,
+            |count, sink| {
+                for number in 0..*count {
+                    assert!(sink(format!("gpuquota_x{number} 1\n")));
+                }
+            },
+        )
         .await
         .expect("serves");
         let new = ask(server.address(), b"GET /metrics HTTP/1.1\r\n\r\n").await;

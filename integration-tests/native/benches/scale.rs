@@ -26,6 +26,10 @@ const GPUS: u32 = 8;
 const PROCESSES: u32 = 5000;
 /// Of each process; a client, a device and the rest is memory.
 const OBJECTS: u32 = 200;
+/// After so long nothing of what the daemon was doing goes on.
+const SETTLED: Duration = Duration::from_secs(8);
+/// For so long its CPU time is measured.
+const MEASURED: Duration = Duration::from_secs(30);
 
 fn policy(tenants: u32, max: &str) -> String {
     (0..tenants).fold(String::new(), |mut text, number| {
@@ -67,13 +71,46 @@ fn cpu(pid: u32) -> Duration {
     Duration::from_millis(ticks * 10)
 }
 
-/// Part of a core that the daemon takes while nothing happens.
-fn idle(bed: &Bed) -> f64 {
-    thread::sleep(Duration::from_secs(3));
+/// Part of a core that the daemon takes while nothing happens, once it has settled.
+fn idle(bed: &Bed) -> String {
+    thread::sleep(SETTLED);
     let before = cpu(bed.daemon_pid());
-    let span = Duration::from_secs(20);
-    thread::sleep(span);
-    cpu(bed.daemon_pid()).saturating_sub(before).as_secs_f64() / span.as_secs_f64()
+    thread::sleep(MEASURED);
+    let used = cpu(bed.daemon_pid()).saturating_sub(before);
+    let load = fs::read_to_string("/proc/loadavg").expect("a load");
+    format!(
+        "{:.2} % of a core (load {})",
+        used.as_secs_f64() / MEASURED.as_secs_f64() * 100.0,
+        load.split(' ').next().unwrap_or_default()
+    )
+}
+
+/// Resident memory once the daemon has given back what it does not keep, and the most so far.
+fn resident(bed: &Bed) -> String {
+    thread::sleep(SETTLED);
+    let [now, most] =
+        ["VmRSS:", "VmHWM:"].map(|field| status(bed.daemon_pid(), field) as f64 * 1024.0 / 1e6);
+    format!("{now:.1} MB, {most:.1} MB")
+}
+
+/// A daemon on these GPUs as it is by default, which looks once a second, with metrics; and their address.
+fn daemon(gpus: u32, tenants: u32) -> (Bed, String) {
+    let options = Options {
+        gpus,
+        ..Options::default()
+    };
+    let mut bed = Bed::with(&options, &policy(tenants, "8GiB"));
+    let settings = fs::read_to_string(bed.settings()).expect("settings");
+    fs::write(
+        bed.settings(),
+        settings.replace(
+            "reconcile-interval = \"200ms\"",
+            "reconcile-interval = \"1s\"",
+        ),
+    )
+    .expect("settings");
+    let address = bed.offer_metrics();
+    (bed, address)
 }
 
 fn scrape(address: &str) -> (Duration, String) {
@@ -89,10 +126,10 @@ fn scrape(address: &str) -> (Duration, String) {
 
 /// Changes the limit of every tenant and reloads, several times; prints how long it took at best, until every decision was
 /// by the new policy and until the answer.
-fn reload(bed: &Bed, address: &str, of: &str) {
+fn reload(bed: &Bed, address: &str, tenants: u32, of: &str) {
     let mut best = (f64::MAX, Duration::MAX);
     for max in ["9GiB", "10GiB", "11GiB", "12GiB", "13GiB"] {
-        bed.write_policy(&policy(TENANTS, max));
+        bed.write_policy(&policy(tenants, max));
         let begun = Instant::now();
         bed.call(async |client| client.reload().await)
             .expect("loads");
@@ -179,19 +216,46 @@ fn row(what: &str, value: &str) {
 }
 
 fn small() {
-    let mut bed = Bed::with(&Options::default(), &policy(64, "8GiB"));
-    bed.offer_metrics();
+    const SMALL: u32 = 64;
+    let (bed, address) = daemon(1, SMALL);
+    row("64 tenants, idle: CPU", &idle(&bed));
+    row("64 tenants: resident memory, most so far", &resident(&bed));
+    let folder = bed.cgroup("/t0000.slice");
+    bed.hierarchy().create(&folder).expect("a cgroup");
+    let mut holder = bed.command("/bin/sh");
+    holder
+        .args([
+            "-c",
+            "echo $$ >\"$0/cgroup.procs\" && exec \"$1\" script 'context; alloc 1GiB --hold-stdin'",
+        ])
+        .arg(bed.hierarchy().folder(&folder).expect("a folder"))
+        .arg(bed.binaries().join("simtenant"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null());
+    let mut holder = holder.spawn().expect("a tenant");
+    let begun = Instant::now();
+    while bed.usage("t0000", 0).memory_used < 1 << 30 {
+        assert!(
+            begun.elapsed() < Duration::from_secs(30),
+            "no memory is held"
+        );
+        thread::sleep(Duration::from_millis(10));
+    }
     row(
-        "64 tenants, idle: CPU",
-        &format!("{:.2} % of a core", idle(&bed) * 100.0),
+        "64 tenants, one holds memory and does nothing: CPU",
+        &idle(&bed),
     );
+    reload(&bed, &address, SMALL, "64 tenants");
+    for _ in 0..5 {
+        scrape(&address);
+        thread::sleep(Duration::from_millis(250));
+    }
     row(
-        "64 tenants: resident memory",
-        &format!(
-            "{:.1} MB",
-            status(bed.daemon_pid(), "VmRSS:") as f64 / 1e3 * 1.024
-        ),
+        "64 tenants, after five reloads and ten scrapes: resident memory, most so far",
+        &resident(&bed),
     );
+    drop(holder.stdin.take());
+    holder.wait().expect("ends");
 }
 
 #[expect(
@@ -199,13 +263,17 @@ fn small() {
     reason = "one figure after the other, on one daemon"
 )]
 fn large() {
-    let options = Options {
-        gpus: GPUS,
-        ..Options::default()
-    };
-    let mut bed = Bed::with(&options, &policy(TENANTS, "8GiB"));
-    let address = bed.offer_metrics();
-    reload(&bed, &address, "1,000 tenants, 8 GPUs");
+    let (mut bed, address) = daemon(GPUS, TENANTS);
+    row("1,000 tenants, 8 GPUs, idle: CPU", &idle(&bed));
+    row(
+        "1,000 tenants, 8 GPUs: resident memory, most so far",
+        &resident(&bed),
+    );
+    reload(&bed, &address, TENANTS, "1,000 tenants, 8 GPUs");
+    row(
+        "1,000 tenants, 8 GPUs, after five reloads and scrapes: resident memory, most so far",
+        &resident(&bed),
+    );
     let begun = Instant::now();
     bed.call(async |client| {
         client
@@ -220,6 +288,13 @@ fn large() {
     .expect("set");
     row(
         "1,000 tenants: set-property of one, call to answer",
+        &format!("{:.1?}", begun.elapsed()),
+    );
+    bed.signal_daemon(libc::SIGTERM);
+    let begun = Instant::now();
+    bed.start();
+    row(
+        "1,000 tenants, 8 GPUs: start to ready",
         &format!("{:.1?}", begun.elapsed()),
     );
     bed.signal_daemon(libc::SIGTERM);
@@ -259,16 +334,13 @@ fn large() {
         u64::from(PROCESSES) * u64::from(OBJECTS - 2) * (2 << 20),
         "what the tenants are charged"
     );
-    row(
-        "the same, idle: CPU",
-        &format!("{:.1} % of a core", idle(&bed) * 100.0),
-    );
+    row("the same, idle: CPU", &idle(&bed));
     let (took, text) = scrape(&address);
     row(
         "the same: scrape of the metrics",
         &format!("{took:.1?}, {:.1} MB", text.len() as f64 / 1e6),
     );
-    reload(&bed, &address, "the same");
+    reload(&bed, &address, TENANTS, "the same");
     let victim = &mut processes[0];
     let begun = Instant::now();
     victim.kill().expect("killed");
@@ -287,14 +359,7 @@ fn large() {
         "the same: end of a process to its charge given back",
         &format!("{:.1?} at most", begun.elapsed()),
     );
-    row(
-        "the same: resident memory, most so far",
-        &format!(
-            "{:.1} MB, {:.1} MB",
-            status(bed.daemon_pid(), "VmRSS:") as f64 / 1e3 * 1.024,
-            status(bed.daemon_pid(), "VmHWM:") as f64 / 1e3 * 1.024
-        ),
-    );
+    row("the same: resident memory, most so far", &resident(&bed));
     for process in &mut processes {
         let _ = process.kill();
     }
