@@ -14,7 +14,7 @@ profile=${PROFILE:-release}
 folder=target/$profile
 [ "$profile" != dev ] || folder=target/debug
 say "building"
-cargo build --quiet --profile "$profile" -p gpuquota-enforcer
+cargo build --quiet --profile "$profile" "${workspace[@]}" --bin gpuquotad --bin gpuquotactl
 ctl=$folder/gpuquotactl
 rm -rf "$made"
 mkdir -p "$made/man" "$made/completions" target/debian

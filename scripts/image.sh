@@ -6,7 +6,20 @@ set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
 
-builder=$(command -v podman || command -v docker) || die "neither podman nor docker is installed"
+# The first that works: docker may be there without its daemon. Found before minutes go into the package.
+builder='' unusable=()
+for name in podman docker; do
+    command -v "$name" >/dev/null || continue
+    if "$name" info >/dev/null 2>&1; then
+        builder=$name
+        break
+    fi
+    unusable+=("$name")
+done
+if [ -z "$builder" ]; then
+    [ "${#unusable[@]}" -gt 0 ] || die "neither podman nor docker is installed"
+    die "${unusable[*]}: installed, but \`${unusable[0]} info\` fails, as it does without the daemon; no image was built"
+fi
 ONLY=build scripts/deb.sh
 deb=$(find target/debian -name 'gpuquota_*.deb' | sort | tail -n 1)
 version=$(dpkg-deb -f "$deb" Version)
