@@ -39,8 +39,8 @@ const YOUNG: Duration = Duration::from_secs(1);
 /// ... and meanwhile it is looked for this often.
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
-/// A sweep is followed by a pause of at least so many times as long, [`CALM_PAUSE`] at most: with thousands of processes it takes a
-/// good part of a second.
+/// A sweep is followed by a pause of at least so many times the CPU time that it took, [`CALM_PAUSE`] at most: with thousands of
+/// processes that is a good part of a second.
 const SWEEP_REST: u32 = 20;
 
 /// The running threads.
@@ -134,7 +134,7 @@ impl Enforcer {
             }
             let now_lost = self.lost_events();
             if now_lost != lost || last_sweep.elapsed() >= self.stir.interval(reconcile).max(rest) {
-                let begun = Instant::now();
+                let begun = thread_cpu();
                 if now_lost != lost {
                     warn!(
                         lost = now_lost - lost,
@@ -147,7 +147,7 @@ impl Enforcer {
                     reaper.watch(tgid);
                 }
                 last_sweep = Instant::now();
-                rest = (begun.elapsed() * SWEEP_REST).min(CALM_PAUSE);
+                rest = (thread_cpu().saturating_sub(begun) * SWEEP_REST).min(CALM_PAUSE);
             }
         }
     }
@@ -429,6 +429,16 @@ impl Watch {
         drop(self.launches);
         self.enforcer.time.stop();
     }
+}
+
+/// CPU time of this thread. How long others keep it from running does not count.
+fn thread_cpu() -> Duration {
+    let used = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    // Neither part is negative on this clock.
+    Duration::new(
+        used.tv_sec.unsigned_abs(),
+        u32::try_from(used.tv_nsec).unwrap_or(0),
+    )
 }
 
 fn read_event(bytes: &[u8]) -> Option<Event> {
