@@ -26,6 +26,8 @@ const GPUS: u32 = 8;
 const PROCESSES: u32 = 5000;
 /// Of each process; a client, a device and the rest is memory.
 const OBJECTS: u32 = 200;
+/// Of the objects: a cgroup that there never was, so that the daemon leaves charges with the tenants that they were put to.
+const GONE: u64 = u64::MAX >> 1;
 /// After so long nothing of what the daemon was doing goes on.
 const SETTLED: Duration = Duration::from_secs(8);
 /// For so long its CPU time is measured.
@@ -184,7 +186,7 @@ fn fill(kernel: &Kernel, processes: &[Child]) {
         let tenant = number % TENANTS;
         let gpu = number % GPUS;
         kernel
-            .adopt_process(tgid, start_ticks(tgid) * 10_000_000, tenant, 1)
+            .adopt_process(tgid, start_ticks(tgid) * 10_000_000, tenant, GONE)
             .expect("a process");
         let client = 0xc1d0_0000 + number;
         for handle in 0..OBJECTS {
@@ -195,7 +197,7 @@ fn fill(kernel: &Kernel, processes: &[Child]) {
             };
             let object = Object {
                 bytes,
-                cgroup: 1,
+                cgroup: GONE,
                 tgid,
                 tenant,
                 gpu,
