@@ -41,7 +41,7 @@ pub fn used() {
     *USED.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
 }
 
-/// Gives back what is free beyond [`KEPT`], if much was used a while ago and not since. To be called every few seconds, where
+/// Gives back what is free beyond a few megabytes, if much was used a while ago and not since. To be called every few seconds, where
 /// nobody waits: it takes milliseconds.
 pub fn tidy() {
     {

@@ -43,7 +43,7 @@ const TAIL_NS: f64 = 20e6;
 const LONGEST_TAIL_NS: f64 = 2e9;
 /// Time between two looks at what was spent: nanoseconds.
 const OFTEN_NS: u64 = 2_000_000;
-/// See [`OFTEN_NS`].
+/// See `OFTEN_NS`.
 pub const SELDOM_NS: u64 = 20_000_000;
 /// Part of its time that a process may begin to spend from one moment to the next without that being noticed late.
 const SUDDEN: f64 = 0.2;
