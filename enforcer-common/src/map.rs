@@ -660,7 +660,7 @@ mod tests {
         assert_eq!(size_of::<ObjectKey>(), 8);
         assert_eq!(size_of::<Object>(), 4 * 8 + 14 * 4);
         assert_eq!(size_of::<Client>(), 8 + 10 * 4);
-        assert_eq!(size_of::<Process>(), 16);
+        assert_eq!(size_of::<Process>(), 32);
         assert_eq!(size_of::<InFlight>(), 7 * 8 + 16 * 4);
         assert_eq!(size_of::<DeviceKey>(), 16);
         assert_eq!(size_of::<Device>(), 8);
