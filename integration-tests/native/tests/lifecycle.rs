@@ -253,19 +253,24 @@ fn kill_the_daemon_under_load(rounds: u32) {
         bed.signal_daemon(libc::SIGKILL);
         // Now and then a workload dies as well while nobody looks.
         let victim = (random(8) == 0).then(|| usize::try_from(random(4)).expect("small"));
-        if let Some(victim) = victim {
+        let victim = victim.map(|victim| {
+            let pid = actors[victim].workload_pid();
             actors[victim].kill_workload();
             tenants_killed += 1;
-        }
+            (victim, pid)
+        });
         bed.start();
         for (number, actor) in actors.iter_mut().enumerate() {
             let answer = actor.answer();
-            if victim != Some(number) {
+            if victim.is_none_or(|(victim, _)| victim != number) {
                 assert!(answer.starts_with("random seed"), "round {round}: {answer}");
             }
         }
-        // Not before: while the others work, they may have all that its tenant is allowed.
-        if let Some(victim) = victim {
+        // Not before: while the others work, or what the dead one had is not given back, there may be nothing left for it.
+        if let Some((victim, pid)) = victim {
+            bed.wait_tenant(TENANTS[victim], 0, |usage| {
+                usage.processes.iter().all(|process| process.pid != pid)
+            });
             actors[victim] = working(&bed, TENANTS[victim]);
         }
         let truth = bed.sim.truth().expect("the truth");
