@@ -75,9 +75,8 @@ pub struct Pace {
 
 /// A thread that goes off its CPU more often than this has only some of its stacks copied.
 pub const STACK_EVERY_NS: u64 = 5_000_000;
-/// The longest span that goes into [`Pace::mean_ns`]: a thread that blocks often does so as often after it was not followed
-/// for a while.
-pub const LONGEST_PACE_NS: u64 = 2 * STACK_EVERY_NS;
+/// The longest span that goes into [`Pace::mean_ns`].
+pub const LONGEST_PACE_NS: u64 = 1 << 30;
 
 impl Pace {
     /// A thread of which nothing is known yet.
@@ -89,10 +88,17 @@ impl Pace {
         }
     }
 
-    /// It goes off its CPU.
+    /// It goes off its CPU. Of a span in which its process was not followed, which it is since `followed_ns`, nothing is known:
+    /// a thread that blocks often does so as often after that.
     #[inline(always)]
     #[must_use]
-    pub const fn next(self, now_ns: u64) -> Self {
+    pub const fn next(self, now_ns: u64, followed_ns: u64) -> Self {
+        if self.last_ns < followed_ns {
+            return Self {
+                last_ns: now_ns,
+                ..self
+            };
+        }
         let span = now_ns.saturating_sub(self.last_ns);
         let span = if span < LONGEST_PACE_NS {
             span
@@ -160,21 +166,21 @@ mod tests {
         assert_eq!(pace.one_of(), 1, "the first is copied");
         for _ in 0..100 {
             now += 50_000;
-            pace = pace.next(now);
+            pace = pace.next(now, 0);
         }
         assert!((95..=105).contains(&pace.one_of()), "{pace:?}");
         for _ in 0..100 {
             now += 20_000_000;
-            pace = pace.next(now);
+            pace = pace.next(now, 0);
         }
         assert_eq!(pace.one_of(), 1, "{pace:?}");
         // Having been out of sight is no reason to copy every stack.
         let mut busy = Pace::begin(0);
         for at in 1..200 {
-            busy = busy.next(at * 50_000);
+            busy = busy.next(at * 50_000, 0);
         }
-        assert!(busy.next(1 << 40).one_of() >= 3, "{busy:?}");
+        assert!(busy.next(1 << 40, 1 << 39).one_of() >= 3, "{busy:?}");
         // A clock that stands still and one that jumps are both possible.
-        assert!(pace.next(0).next(u64::MAX).mean_ns < u64::MAX / 4);
+        assert!(pace.next(0, 0).next(u64::MAX, 0).mean_ns < u64::MAX / 4);
     }
 }

@@ -12,9 +12,10 @@ use crate::atomic::Word;
 /// `BPF_F_NO_PREALLOC`: a large bound costs nothing.
 const NO_PREALLOC: u32 = 1;
 
-/// Processes that are followed. Preallocated: every context switch of the host looks here.
+/// Processes that are followed, and since when (`CLOCK_MONOTONIC`, nanoseconds). Preallocated: every context switch of the host
+/// looks here.
 #[map]
-pub static CHOSEN: HashMap<u32, u8> = HashMap::with_max_entries(MAX_CHOSEN, 0);
+pub static CHOSEN: HashMap<u32, u64> = HashMap::with_max_entries(MAX_CHOSEN, 0);
 /// What following them has cost them so far, nanoseconds; those that are not followed right now keep theirs.
 #[map]
 pub static SPENT: HashMap<u32, u64> = HashMap::with_max_entries(MAX_CHOSEN, 0);
@@ -28,11 +29,15 @@ pub static MOMENTS: RingBuf = RingBuf::with_byte_size(1 << 20, 0);
 #[map]
 pub static LOSSES: PerCpuArray<u64> = PerCpuArray::with_max_entries(counter::COUNT, 0);
 
-/// Whether a process is followed.
+/// Since when a process is followed, if it is.
 #[inline(always)]
-pub fn is_chosen(tgid: u32) -> bool {
-    // SAFETY: the value is not read. Process 0 is what a CPU does when there is nothing to do.
-    tgid != 0 && unsafe { CHOSEN.get(tgid) }.is_some()
+pub fn followed_since(tgid: u32) -> Option<u64> {
+    // Process 0 is what a CPU does when there is nothing to do.
+    if tgid == 0 {
+        return None;
+    }
+    // SAFETY: values are replaced as a whole.
+    unsafe { CHOSEN.get(tgid) }.copied()
 }
 
 /// Books what a program has taken of the time of a process.

@@ -10,7 +10,7 @@ use aya_ebpf::{
 use gpuquota_common::idle::{Moment, Pace, what};
 
 use crate::{
-    maps::{PACES, book, is_chosen, now},
+    maps::{PACES, book, followed_since, now},
     registers,
     tell::{tell, tell_with_stack},
 };
@@ -61,14 +61,14 @@ macro_rules! task_field {
 pub fn sched_switch(ctx: RawTracePointContext) -> i32 {
     let task = bpf_get_current_pid_tgid();
     let process = (task >> 32) as u32;
-    if is_chosen(process) {
+    if let Some(followed_ns) = followed_since(process) {
         let began = now();
-        goes(&ctx, began, process, task as u32);
+        goes(&ctx, (began, followed_ns), process, task as u32);
         book(process, began);
     }
     let next = ctx.arg::<u64>(argument::NEXT);
     let process = task_field!(next, OFF_TASK_TGID, u32);
-    if is_chosen(process) {
+    if followed_since(process).is_some() {
         let began = now();
         let thread = task_field!(next, OFF_TASK_PID, u32);
         tell(moment(began, what::RUNS, process, thread));
@@ -95,7 +95,7 @@ fn moment(at_ns: u64, what: u32, process: u32, thread: u32) -> Moment {
 
 /// A chosen thread goes off its CPU.
 #[inline(always)]
-fn goes(ctx: &RawTracePointContext, at_ns: u64, process: u32, thread: u32) {
+fn goes(ctx: &RawTracePointContext, (at_ns, followed_ns): (u64, u64), process: u32, thread: u32) {
     let state = ctx.arg::<u64>(argument::STATE);
     let preempted = ctx.arg::<u64>(argument::PREEMPTED) & 1 != 0;
     let what = if preempted || state as u32 == 0 {
@@ -127,7 +127,7 @@ fn goes(ctx: &RawTracePointContext, at_ns: u64, process: u32, thread: u32) {
     let pace = if let Some(known) = PACES.get_ptr_mut(thread) {
         // SAFETY: the entry is of this thread, which is here and nowhere else.
         let known = unsafe { &mut *known };
-        *known = known.next(at_ns);
+        *known = known.next(at_ns, followed_ns);
         *known
     } else {
         let new = Pace::begin(at_ns);

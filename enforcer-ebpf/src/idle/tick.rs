@@ -4,7 +4,7 @@ use aya_ebpf::{helpers::bpf_get_current_pid_tgid, macros::perf_event, programs::
 use gpuquota_common::idle::{Moment, what};
 
 use crate::{
-    maps::{book, is_chosen, now},
+    maps::{book, followed_since, now},
     registers,
     tell::tell_with_stack,
 };
@@ -14,7 +14,7 @@ use crate::{
 pub fn tick(_ctx: PerfEventContext) -> u32 {
     let task = bpf_get_current_pid_tgid();
     let tgid = (task >> 32) as u32;
-    if !is_chosen(tgid) {
+    if followed_since(tgid).is_none() {
         return 0;
     }
     let began = now();

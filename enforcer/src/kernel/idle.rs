@@ -16,6 +16,8 @@ use aya::{
 };
 use gpuquota_common::idle::counter;
 
+use crate::enforcer::monotonic_ns;
+
 use super::{
     KernelError, is_missing, map_error, offsets, program, program_error, take, uprobe_multi,
 };
@@ -42,7 +44,7 @@ pub fn too_old() -> Option<(u32, u32)> {
 
 /// Attached programs and their maps.
 pub struct IdleKernel {
-    chosen: HashMap<MapData, u32, u8>,
+    chosen: HashMap<MapData, u32, u64>,
     spent: HashMap<MapData, u32, u64>,
     losses: PerCpuArray<MapData, u64>,
     /// Why running threads are not sampled, if they are not.
@@ -91,7 +93,9 @@ impl IdleKernel {
 
     /// Follows a process from now on.
     pub fn choose(&mut self, tgid: u32) -> Result<(), KernelError> {
-        self.chosen.insert(tgid, 1, 0).map_err(map_error("CHOSEN"))
+        self.chosen
+            .insert(tgid, monotonic_ns(), 0)
+            .map_err(map_error("CHOSEN"))
     }
 
     /// Does not follow a process for a while.

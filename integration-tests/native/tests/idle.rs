@@ -146,8 +146,7 @@ fn each_way_to_leave_a_gpu_idle_is_named() {
         let used = share.used_usec as f64 / share.known_usec as f64;
         assert!((0.03..0.25).contains(&used), "{order}: {used}");
         let found = on_stack(&report, function, state);
-        // Stacks are walked a moment later, and some waits are over by then.
-        assert!(found * 4 > waited, "{order}: {found} {report:#?}");
+        assert!(found * 2 > waited, "{order}: {found} {report:#?}");
         assert!(report.gpus[0].step_usec.is_some_and(|step| step <= 300_000));
     }
     assert_eq!(actor.finish(), Some(0));
