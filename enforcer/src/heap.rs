@@ -30,10 +30,14 @@ pub fn share_arenas() {
 /// Gives back all that is free, for the start: what it took to read the kernel's types is not needed again.
 pub fn give_back() {
     #[cfg(target_env = "gnu")]
+    trim(0);
+}
+
+/// Gives back what is free beyond so many bytes.
+#[cfg(target_env = "gnu")]
+fn trim(kept: usize) {
     // SAFETY: the allocator locks its arenas, and only unused memory is given back.
-    unsafe {
-        libc::malloc_trim(0);
-    }
+    unsafe { libc::malloc_trim(kept) };
 }
 
 /// Says that much memory is being used for a while: by a policy that is loaded, by a scrape.
@@ -53,8 +57,7 @@ pub fn tidy() {
     }
     #[cfg(target_env = "gnu")]
     if wasted().is_some_and(|bytes| bytes > KEPT) {
-        // SAFETY: the allocator locks its arenas, and only unused memory is given back.
-        unsafe { libc::malloc_trim(KEPT) };
+        trim(KEPT);
     }
 }
 

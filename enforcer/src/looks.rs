@@ -47,11 +47,15 @@ pub trait Look: Send + Sync + Sized + 'static {
     /// Whether all is known that will be.
     fn is_over(&self) -> bool;
     /// Whether something of it is in processes or in the kernel.
-    fn is_attached(&self) -> bool;
+    fn is_attached(&self) -> bool {
+        !self.is_over()
+    }
     /// Ends it; returns when all is known.
     fn stop(&self);
     /// Ends it, whatever is known by then; returns when nothing of it is left in processes and in the kernel.
-    fn abandon(&self);
+    fn abandon(&self) {
+        self.stop();
+    }
 }
 
 /// Why looks do not do what they are asked.
@@ -290,10 +294,6 @@ mod tests {
 
         fn is_over(&self) -> bool {
             self.over.load(Relaxed)
-        }
-
-        fn is_attached(&self) -> bool {
-            !self.is_over()
         }
 
         fn stop(&self) {

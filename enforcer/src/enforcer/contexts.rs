@@ -73,9 +73,17 @@ pub(super) struct Known {
 }
 
 impl Known {
-    pub fn contexts(&self) -> u64 {
+    fn contexts(&self) -> u64 {
         self.groups.div_ceil(GROUPS_OF_CONTEXT)
     }
+}
+
+/// Contexts of a process, on all GPUs.
+pub(super) fn contexts_in(known: &KnownByPlace, tgid: u32) -> u64 {
+    known
+        .range((tgid, 0)..=(tgid, u32::MAX))
+        .map(|(_, known)| known.contexts())
+        .sum()
 }
 
 impl Enforcer {
@@ -229,12 +237,7 @@ impl Enforcer {
 
     /// Contexts of a process, on all GPUs.
     pub(super) fn contexts_of(&self, tgid: u32) -> u64 {
-        let (known, _) = self.known(&Roll::call(&self.kernel));
-        known
-            .iter()
-            .filter(|((of, _), _)| *of == tgid)
-            .map(|(_, known)| known.contexts())
-            .sum()
+        contexts_in(&self.known(&Roll::call(&self.kernel)).0, tgid)
     }
 
     /// Whether all that a process did was seen.

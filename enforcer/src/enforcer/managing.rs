@@ -8,7 +8,7 @@ use tracing::{error, warn};
 
 use super::{
     Enforcer,
-    contexts::{Homes, KnownByPlace},
+    contexts::{Homes, KnownByPlace, contexts_in},
     watching::process_of,
 };
 use crate::{
@@ -112,14 +112,9 @@ impl Enforcer {
             let Some(budget) = self.memory_budget(tenant, *gpu) else {
                 continue;
             };
-            let all = known
-                .iter()
-                .filter(|((of, _), _)| of == tgid)
-                .map(|(_, known)| known.contexts())
-                .sum();
             let ranges = match budget.managed {
                 Managed::Ignore => Ok(Vec::new()),
-                _ => managed::ranges(*tgid, node, all),
+                _ => managed::ranges(*tgid, node, contexts_in(known, *tgid)),
             };
             // A process that is gone gives its charges back in another way.
             let Ok(ranges) = ranges else { continue };

@@ -122,15 +122,7 @@ impl looks::Look for Look {
         self.is_over()
     }
 
-    fn is_attached(&self) -> bool {
-        !self.is_over()
-    }
-
     fn stop(&self) {
-        self.stop();
-    }
-
-    fn abandon(&self) {
         self.stop();
     }
 }
