@@ -69,6 +69,8 @@ tenant() { # TENANT STEP...: runs a workload in a tenant; its last line says how
     echo "error: the demo needs root: it attaches eBPF programs and makes cgroups" >&2
     exit 77
 }
+printf '== building (minutes the first time)\n'
+cargo build --quiet "${workspace[@]}" </dev/null || die "the workspace does not build"
 mapfile -t mounted < <(bash scripts/prepare-host.sh)
 cgroups=/sys/fs/cgroup
 [ -e $cgroups/cgroup.controllers ] || cgroups=/sys/fs/cgroup/unified
@@ -84,7 +86,7 @@ else
     say "Two simulated GPUs of 16 GiB"
     "$bin/simgpu" --dir "$dir/dev" --libs "$dir/lib" </dev/null >"$dir/simgpu.log" 2>&1 &
     pids+=($!)
-    wait_for grep -q ready "$dir/simgpu.log"
+    wait_for grep -q ready "$dir/simgpu.log" || die "the simulated GPUs do not start: $(cat "$dir/simgpu.log")"
     devices=$dir/dev nvml="nvml-library = \"$dir/lib/libnvidia-ml.so.1\""
     export SIMGPU_DIR=$devices LD_LIBRARY_PATH=$dir/lib
 fi
