@@ -10,7 +10,7 @@ use std::time::Duration;
 pub struct Threshold {
     /// So many times the budget.
     pub factor: u32,
-    /// For so long.
+    /// For so long; and once it is calm for so long, the storm is over.
     pub window: Duration,
 }
 
@@ -35,9 +35,18 @@ pub struct Sample {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Watch {
     last: Sample,
-    /// Since when it goes too fast.
-    since_ns: Option<u64>,
-    reported: bool,
+    state: State,
+}
+
+/// What a process is taken for; times are `CLOCK_MONOTONIC` nanoseconds.
+#[derive(Clone, Copy, Debug, Default)]
+enum State {
+    #[default]
+    Calm,
+    /// It goes too fast since then, which is not long enough yet.
+    Rising { since_ns: u64 },
+    /// It has been reported, and went too fast then for the last time. A busy host makes a process look calm for a moment.
+    Storm { last_ns: u64 },
 }
 
 /// The delays leave at least one part in this many of the time; threads that wait side by side add up to more than
@@ -69,18 +78,22 @@ impl Watch {
             per_second(now.launches.saturating_sub(last.launches), undelayed)
         };
         let storms = now.delayed > last.delayed && wanted >= budget * f64::from(threshold.factor);
-        if !storms {
-            self.since_ns = None;
-            self.reported = false;
-            return None;
-        }
-        let since = *self.since_ns.get_or_insert(last.at_ns);
-        let lasts = Duration::from_nanos(now.at_ns.saturating_sub(since));
-        if self.reported || lasts < threshold.window {
-            return None;
-        }
-        self.reported = true;
-        Some(wanted)
+        let lasts = |since: u64| Duration::from_nanos(now.at_ns.saturating_sub(since));
+        let (state, begins) = match self.state {
+            State::Storm { .. } if storms => (State::Storm { last_ns: now.at_ns }, false),
+            State::Storm { last_ns } if lasts(last_ns) < threshold.window => (self.state, false),
+            _ if !storms => (State::Calm, false),
+            State::Rising { since_ns } if lasts(since_ns) < threshold.window => (self.state, false),
+            State::Calm if lasts(last.at_ns) < threshold.window => {
+                let since_ns = last.at_ns;
+                (State::Rising { since_ns }, false)
+            }
+            State::Calm | State::Rising { .. } | State::Storm { .. } => {
+                (State::Storm { last_ns: now.at_ns }, true)
+            }
+        };
+        self.state = state;
+        begins.then_some(wanted)
     }
 }
 
@@ -133,11 +146,29 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_ends_it_and_the_next_one_is_reported_again() {
+    fn a_pause_as_long_as_the_window_ends_it_and_the_next_one_is_reported_again() {
         let mut seconds = vec![(2000, 50); 6];
-        seconds.push((10, 1000));
+        seconds.extend([(10, 1000); 5]);
         seconds.extend([(2000, 50); 6]);
         assert_eq!(run(&seconds).iter().flatten().count(), 2);
+    }
+
+    #[test]
+    fn a_process_that_a_busy_host_holds_up_for_a_moment_is_in_the_same_storm() {
+        let mut seconds = vec![(2000, 50); 6];
+        for _ in 0..3 {
+            seconds.extend([(10, 1000); 4]);
+            seconds.extend([(2000, 50); 6]);
+        }
+        assert_eq!(run(&seconds).iter().flatten().count(), 1);
+    }
+
+    #[test]
+    fn a_moment_of_calm_keeps_a_storm_from_beginning() {
+        let mut seconds = vec![(2000, 50); 4];
+        seconds.push((10, 1000));
+        seconds.extend([(2000, 50); 4]);
+        assert!(run(&seconds).iter().all(Option::is_none));
     }
 
     #[test]
