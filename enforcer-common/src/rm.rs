@@ -6,7 +6,7 @@
 use crate::{
     map::{ObjectKey, call, kind},
     nvidia::{
-        IoctlCmd, NVOS64_FLAGS_FINN, charge_for, class, heap, memparams, nr, nvos00, nvos02,
+        IoctlCmd, NVOS64_FLAGS_FINN, charge_for, class, ctrl, heap, memparams, nr, nvos00, nvos02,
         nvos32, nvos54, nvos55, nvos64, osdesc, pinned_for, xfer,
     },
 };
@@ -97,6 +97,19 @@ pub const fn concerns_ledger(cmd: IoctlCmd) -> bool {
             | (nr::RM_VID_HEAP_CONTROL, nvos32::SIZE)
             | (nr::IOCTL_XFER_CMD, xfer::SIZE)
     )
+}
+
+/// Whether a call is a control that changes nothing that is followed, as nearly all controls are.
+///
+/// Told by one word of the caller's memory, before it is known whether the call goes to the driver at all. One that cannot be
+/// read is not taken for one, nor one that is wrapped.
+#[inline(always)]
+pub fn is_idle_control<M: CallerMemory>(memory: &M, cmd: IoctlCmd, arg: u64) -> bool {
+    cmd.nr == nr::RM_CONTROL
+        && cmd.size == nvos54::SIZE
+        && memory
+            .words::<1>(arg.wrapping_add(nvos54::CMD as u64))
+            .is_some_and(|[command]| !ctrl::changes_scheduling(command))
 }
 
 /// Looks through `IOCTL_XFER_CMD`: returns the command and argument that the driver will act on.
@@ -400,6 +413,35 @@ mod tests {
         let mut memory = memory_call(4096);
         memory.put_long(nvos64::PARAMS, 0xdead_0000);
         assert_eq!(decoded(&memory, nr::RM_ALLOC, 48), Err(Unreadable));
+    }
+
+    #[test]
+    fn controls_that_change_nothing_are_told_by_their_command() {
+        let mut memory = Fake::new(64);
+        let control = |size| IoctlCmd {
+            nr: nr::RM_CONTROL,
+            size,
+        };
+        let is_idle = |memory: &Fake, cmd| is_idle_control(memory, cmd, 0x1000);
+        memory.put(nvos54::CMD, ctrl::GPU_GET_ATTACHED_IDS);
+        assert!(is_idle(&memory, control(nvos54::SIZE)));
+        assert!(!is_idle(&memory, control(nvos54::SIZE + 8)));
+        let free = IoctlCmd {
+            nr: nr::RM_FREE,
+            size: nvos54::SIZE,
+        };
+        assert!(!is_idle(&memory, free));
+        for command in [
+            ctrl::TSG_SET_TIMESLICE,
+            ctrl::TSG_GPFIFO_SCHEDULE,
+            ctrl::TSG_SET_INTERLEAVE_LEVEL,
+            ctrl::FIFO_DISABLE_CHANNELS,
+        ] {
+            memory.put(nvos54::CMD, command);
+            assert!(!is_idle(&memory, control(nvos54::SIZE)), "{command:#x}");
+        }
+        let nowhere = is_idle_control(&memory, control(nvos54::SIZE), 0xdead_0000);
+        assert!(!nowhere);
     }
 
     #[test]

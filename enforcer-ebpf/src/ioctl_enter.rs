@@ -1,7 +1,7 @@
 //! `tracepoint/syscalls/sys_enter_ioctl`: find the device, decode, reserve.
 //!
 //! Runs for every ioctl of the host, so the tests come in the order of their price: number and size of the
-//! command first, then the file behind the fd, and only then the caller's memory.
+//! command first, of a control which one it is, then the file behind the fd, and only then what else the caller's memory says.
 
 use aya_ebpf::{
     macros::{map, tracepoint},
@@ -53,11 +53,15 @@ pub fn ioctl_enter(ctx: TracePointContext) -> u32 {
         }
         return 0;
     }
+    let arg = task::record::<u64>(&ctx, record::ARG);
+    if rm::is_idle_control(&Caller, cmd, arg) {
+        return 0;
+    }
     match file::device_of(fd) {
         Some(found) if found.kind == device::CONTROL || found.kind == device::GPU => {}
         _ => return 0,
     }
-    enter(cmd, task::record::<u64>(&ctx, record::ARG), fd);
+    enter(cmd, arg, fd);
     0
 }
 

@@ -742,7 +742,7 @@ fn kernel_side(out: &mut Exposition<'_>, snapshot: &Snapshot) {
     );
     counter(
         "gpuquota_driver_calls_total",
-        "Driver calls that were decoded, since the ledger exists.",
+        "Driver calls for objects, memory and scheduling that were decoded, since the ledger exists.",
         snapshot.driver_calls,
     );
     counter(

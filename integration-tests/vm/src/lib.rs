@@ -23,6 +23,7 @@ mod cpio;
 mod elf;
 mod error;
 mod kernel;
+pub mod native;
 mod qemu;
 mod vm;
 mod workspace;

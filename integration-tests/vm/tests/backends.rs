@@ -10,7 +10,7 @@ mod coverage;
 
 use std::time::Duration;
 
-use gpuquota_vm::{Kernel, Vm, built, built_test};
+use gpuquota_vm::{Kernel, Outcome, Vm, built_test, native};
 
 const ALL: &str = "override,rewrite,notify,lsm,signal";
 
@@ -24,20 +24,12 @@ fn script(tried: &str) -> String {
     )
 }
 
-/// A machine with everything that the native tests start.
-fn machine(name: &str, kernel: Kernel) -> Vm {
-    let mut vm = Vm::new(name, kernel).memory(1024);
-    for binary in [
-        "gpuquotad",
-        "gpuquotactl",
-        "simgpu",
-        "simtenant",
-        "libcuda.so",
-        "libnvidia_ml.so",
-    ] {
-        vm = vm.binary_at(built(binary).unwrap(), format!("/opt/gq/{binary}"));
-    }
-    vm
+fn run(vm: &Vm, script: &str) -> Outcome {
+    let outcome = vm
+        .run(script, LIMIT)
+        .unwrap_or_else(|error| panic!("{error}"));
+    outcome.expect_success();
+    outcome
 }
 
 /// Runs the suite with the backends that are `tried`, and checks which backend the daemon takes by itself, and which it has
@@ -51,20 +43,16 @@ fn check(
     missing: &[&str],
     also: &[&str],
 ) {
-    let mut vm = machine(&format!("conformance-{name}"), kernel)
-        .cmdline(&format!("lockdown={lockdown}"))
-        .binary_at(built_test("conformance").unwrap(), "/opt/gq/conformance");
+    let mut vm = native::machine(&format!("conformance-{name}"), kernel, &["conformance"])
+        .unwrap()
+        .cmdline(&format!("lockdown={lockdown}"));
     for program in also {
         vm = vm.binary_at(
             built_test(program).unwrap(),
             format!("/opt/gq/also-{program}"),
         );
     }
-    let outcome = vm
-        .run(&script(tried), LIMIT)
-        .unwrap_or_else(|error| panic!("{error}"));
-    println!("{}", outcome.output);
-    assert_eq!(outcome.status, 0, "{}", outcome.output);
+    let outcome = run(&vm, &script(tried));
     let lines = |start: &str| -> Vec<String> {
         outcome
             .output
@@ -159,27 +147,19 @@ fn newest_kernel() {
 #[test]
 #[ignore = "boots whatever kernel is newest today; ALL=1 make test SUITE=vm runs it"]
 fn nothing_is_lost_on_a_preemptible_kernel() {
-    let vm = machine("preemption", Kernel::Newest)
-        .binary_at(built_test("preemption").unwrap(), "/opt/gq/preemption");
-    let script = "export GPUQUOTA_IS_PREEMPTIBLE=1; exec /opt/gq/preemption --nocapture";
-    let outcome = vm
-        .run(script, LIMIT)
-        .unwrap_or_else(|error| panic!("{error}"));
-    println!("{}", outcome.output);
-    assert_eq!(outcome.status, 0, "{}", outcome.output);
+    let vm = native::machine("preemption", Kernel::Newest, &["preemption"]).unwrap();
+    run(
+        &vm,
+        "export GPUQUOTA_IS_PREEMPTIBLE=1; exec /opt/gq/preemption --nocapture",
+    );
 }
 
 /// Ways around a budget, by the tests that this host runs natively, with the backend that the kernel's daemon takes.
 fn bypasses(name: &str, kernel: Kernel) {
-    let vm = machine(&format!("bypasses-{name}"), kernel)
-        .binary_at(built_test("bypasses").unwrap(), "/opt/gq/bypasses");
+    let vm = native::machine(&format!("bypasses-{name}"), kernel, &["bypasses"]).unwrap();
     // A guest has no compiler for the one that is linked with nothing.
     let script = "exec /opt/gq/bypasses --nocapture --test-threads 1 --skip a_static_program";
-    let outcome = vm
-        .run(script, LIMIT)
-        .unwrap_or_else(|error| panic!("{error}"));
-    println!("{}", outcome.output);
-    assert_eq!(outcome.status, 0, "{}", outcome.output);
+    let outcome = run(&vm, script);
     assert!(outcome.output.contains("test result: ok. 9 passed"));
 }
 
