@@ -15,7 +15,8 @@ use std::{
 };
 
 use gpuquota_common::map::{
-    AccountKey, Client, DeviceKey, ORPHAN_CLIENT, Object, ObjectKey, PARKED, Process, kind,
+    AccountKey, Client, DeviceKey, ORPHAN_CLIENT, Object, ObjectKey, PARKED, Process, is_context,
+    kind,
 };
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -87,6 +88,18 @@ pub fn subtree(objects: &BTreeMap<ObjectKey, Object>, top: ObjectKey) -> Vec<Obj
         })
         .filter(|key| objects.contains_key(key))
         .collect()
+}
+
+/// Whether what an object hangs below is gone: then it was freed with it.
+pub fn has_fallen(key: ObjectKey, object: &Object, is_there: impl Fn(ObjectKey) -> bool) -> bool {
+    let above = |handle| ObjectKey {
+        client: key.client,
+        handle,
+    };
+    key.client != ORPHAN_CLIENT
+        && !is_context(key.client)
+        && object.kind != kind::CLIENT
+        && !(is_there(above(object.parent)) && is_there(above(key.client)))
 }
 
 /// What becomes of the clients in which processes that are gone have made something.
@@ -630,6 +643,38 @@ mod tests {
     fn a_device_takes_along_what_hangs_below_it() {
         assert_eq!(subtree(&tree(), key(2)), [key(2), key(3), key(4), key(5)]);
         assert_eq!(subtree(&tree(), key(CLIENT)).len(), 7);
+    }
+
+    #[test]
+    fn what_hangs_below_something_gone_has_fallen() {
+        let fallen = |objects: &BTreeMap<ObjectKey, Object>| -> Vec<ObjectKey> {
+            objects
+                .iter()
+                .filter(|(key, object)| {
+                    has_fallen(**key, object, |above| objects.contains_key(&above))
+                })
+                .map(|(key, _)| *key)
+                .collect()
+        };
+        let mut objects = tree();
+        assert_eq!(fallen(&objects), []);
+        objects.remove(&key(2));
+        // What hangs below these falls with them.
+        assert_eq!(fallen(&objects), [key(3), key(4)]);
+        objects.remove(&key(CLIENT));
+        assert_eq!(fallen(&objects).len(), objects.len());
+        let orphan = ObjectKey {
+            client: ORPHAN_CLIENT,
+            handle: 9,
+        };
+        let of_context = gpuquota_common::map::context_key(10, 0);
+        assert_eq!(
+            fallen(&BTreeMap::from([
+                (orphan, object(kind::MEMORY, 2, 10)),
+                (of_context, object(kind::MEMORY, 2, 10)),
+            ])),
+            []
+        );
     }
 
     #[test]

@@ -13,8 +13,8 @@ use aya::maps::{MapData, RingBuf};
 use gpuquota_common::{
     event::{Event, kind},
     map::{
-        NO_TENANT, ORPHAN_CLIENT, ObjectKey, RESERVATIONS, counter, is_context,
-        kind as object_kind, of_place,
+        NO_TENANT, ORPHAN_CLIENT, Object, ObjectKey, RESERVATIONS, counter, kind as object_kind,
+        of_place,
     },
     nvidia::uvm,
 };
@@ -382,29 +382,24 @@ impl Enforcer {
 
     /// After lost events: everything that they could have said.
     fn resync(&self) {
-        let objects: BTreeMap<ObjectKey, _> = self.kernel.objects().collect();
-        // What hangs below something that is gone was freed with it.
-        let fallen: Vec<ObjectKey> = objects
-            .iter()
-            .filter(|(key, object)| {
-                let parent = ObjectKey {
-                    client: key.client,
-                    handle: object.parent,
-                };
-                let client = ObjectKey {
-                    client: key.client,
-                    handle: key.client,
-                };
-                key.client != ORPHAN_CLIENT
-                    && !is_context(key.client)
-                    && object.kind != object_kind::CLIENT
-                    && (!objects.contains_key(&parent) || !objects.contains_key(&client))
-            })
-            .map(|(key, _)| *key)
-            .collect();
-        for key in fallen {
-            if let Err(error) = self.kernel.release_object(key) {
-                error!(%error, ?key, "could not be released");
+        let objects: BTreeMap<ObjectKey, Object> = self.kernel.objects().collect();
+        for (key, object) in &objects {
+            if !lifecycle::has_fallen(*key, object, |above| objects.contains_key(&above)) {
+                continue;
+            }
+            // The list was read while calls went on, and may lack what has been made meanwhile.
+            let is_there = |above| self.kernel.object(above).is_some();
+            let fallen = self
+                .kernel
+                .object(*key)
+                .is_some_and(|object| lifecycle::has_fallen(*key, &object, is_there));
+            if !fallen {
+                continue;
+            }
+            for below in lifecycle::subtree(&objects, *key) {
+                if let Err(error) = self.kernel.release_object(below) {
+                    error!(%error, ?below, "could not be released");
+                }
             }
         }
         if let Err(error) = self.find_cgroups().and_then(|_| self.reseat()) {
