@@ -99,10 +99,26 @@ class Bed:
         (self.dir / "run" / "bus").unlink(missing_ok=True)
 
     def restart(self):
-        self.daemon.terminate()
-        self.daemon.wait(10)
-        (self.dir / "run" / "bus").unlink(missing_ok=True)
+        self.stop()
         self.start()
+
+    def stop(self):
+        """As an admin does: limits stay in the kernel."""
+        self.daemon.terminate()
+        try:
+            self.daemon.wait(10)
+        except subprocess.TimeoutExpired:
+            self.daemon.kill()
+            self.daemon.wait()
+        self.daemon = None
+        (self.dir / "run" / "bus").unlink(missing_ok=True)
+
+    def detach(self):
+        """Leaves no program of ours in the kernel."""
+        if self.daemon:
+            self.stop()
+        subprocess.run([BIN / "gpuquotad", "--config", self.dir / "gpuquota.toml", "--detach-all"],
+                       stderr=subprocess.DEVNULL, check=False)
 
     def log(self):
         return (self.dir / "daemon.log").read_text()
@@ -139,15 +155,7 @@ class Bed:
 
     def close(self):
         atexit.unregister(self.close)
-        if self.daemon:
-            self.daemon.send_signal(signal.SIGTERM)
-            try:
-                self.daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                self.daemon.kill()
-            self.daemon = None
-        subprocess.run([BIN / "gpuquotad", "--config", self.dir / "gpuquota.toml", "--detach-all"],
-                       stderr=subprocess.DEVNULL, check=False)
+        self.detach()
         top = pathlib.Path(self.cgroups + self.top)
         if top.exists():
             for procs in top.rglob("cgroup.procs"):

@@ -72,5 +72,33 @@ def steps():
     host.close()
 
 
+def ungoverned():
+    """What a program in no tenant pays for being seen: with the daemon and without any program of ours, in turns."""
+    host = Bed(POLICY)
+    worker = cuda_worker(host, None)
+    worker.tell("context")
+    worker.tell("fill cuMemAlloc 2 64")
+    calls = {
+        "a cheap control of the driver's": lambda: worker.tell("controls 2000")["ns"],
+        "cuMemAlloc and cuMemFree of 2 MiB": lambda: min(worker.tell("allocations 100")["ns"] for _ in range(5)),
+    }
+    found = {what: [] for what in calls}
+    for at in range(quick(4, 10)):
+        with_us = {what: ask() for what, ask in calls.items()}
+        host.detach()
+        for what, ask in calls.items():
+            found[what].append((ask(), with_us[what]))
+            sample(f"ungoverned {what}", at, found[what][-1][1] / found[what][-1][0])
+        host.start()
+    worker.close()
+    host.close()
+    for what, turns in found.items():
+        without, governed = (record.median([turn[side] for turn in turns]) for side in (0, 1))
+        ratio = record.median([turn[1] / turn[0] for turn in turns])
+        claim(f"{what}, in no tenant, beside the daemon: at most 1.03 times", ratio <= 1.03,
+              f"{without:.0f} ns without any program of ours, {governed:.0f} ns with, times {ratio:.3f} in the median turn",
+              key=f"overhead/ungoverned/{what}", without=without, governed=governed, ratio=ratio)
+
+
 if __name__ == "__main__":
-    record.run("overhead", {"calls": calls, "steps": steps})
+    record.run("overhead", {"calls": calls, "steps": steps, "ungoverned": ungoverned})
