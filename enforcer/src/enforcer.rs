@@ -30,7 +30,7 @@ use std::{
     io,
     path::PathBuf,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -64,7 +64,7 @@ use crate::{
     profile::Profiles,
     stir::Stir,
     telemetry::{EnergyReadings, Telemetry, TelemetryError},
-    tenancy::{Seating, TenancyError},
+    tenancy::{PathCache, Seating, TenancyError},
     time::TimeControl,
 };
 
@@ -142,14 +142,13 @@ pub enum EnforcerError {
 }
 
 /// The policy in force and what follows from it.
+#[derive(Clone)]
 struct InForce {
     policy: Arc<Policy>,
     seating: Seating,
     generation: u64,
     /// Roots of tenants: cgroup id to tenant index and path.
     roots: BTreeMap<u64, (u32, String)>,
-    /// Tenant index by cgroup path, for callers at a supervisor; dropped with every change.
-    by_path: BTreeMap<String, Option<u32>>,
     warnings: Vec<String>,
 }
 
@@ -174,6 +173,8 @@ pub struct Enforcer {
     /// Cards on which lower classes are giving back.
     making_room: Mutex<BTreeSet<u32>>,
     contexts: Mutex<contexts::ContextState>,
+    /// What [`Self::contexts`] found, for whoever asks while it is held.
+    sums: Mutex<contexts::SumsByPlace>,
     /// How much of each card there is to reserve from.
     cards: Cards,
     /// False for a driver that is not known: then nobody's GPU time is touched.
@@ -187,7 +188,12 @@ pub struct Enforcer {
     leaks: Leaks,
     idle: Idle,
     profiles: Profiles,
-    in_force: RwLock<InForce>,
+    /// Read and replaced as a whole: nobody holds this lock while it does anything else, whatever else it holds.
+    in_force: Mutex<Arc<InForce>>,
+    /// Tenants of cgroup paths, as the policy in force says.
+    paths: Mutex<PathCache>,
+    /// Held while cgroups are matched with tenants: the news of a cgroup must not come between a walk and its outcome.
+    matching: Mutex<()>,
     /// Held while a policy is being changed, from reading the files to the kernel: one change at a time.
     changing: Mutex<()>,
     notices: broadcast::Sender<Notice>,
@@ -256,14 +262,15 @@ impl Enforcer {
         let processes = Arc::new(processes);
         let open_files = OpenFiles::new(Arc::clone(&kernel), Arc::clone(&processes), &control);
         let enforcer = Arc::new(Self {
-            in_force: RwLock::new(InForce {
+            in_force: Mutex::new(Arc::new(InForce {
                 policy: Arc::default(),
                 seating: governing::restore_seating(&kernel)?,
                 generation: kernel.settings()?.generation,
                 roots: BTreeMap::new(),
-                by_path: BTreeMap::new(),
                 warnings: Vec::new(),
-            }),
+            })),
+            paths: Mutex::default(),
+            matching: Mutex::default(),
             config,
             launches: Arc::new(Launches::new(Arc::clone(&kernel))),
             leaks: Leaks::default(),
@@ -284,6 +291,7 @@ impl Enforcer {
             high: Mutex::default(),
             making_room: Mutex::default(),
             contexts: Mutex::default(),
+            sums: Mutex::default(),
             cards: Cards::default(),
             known_driver: known,
             unpinned,
@@ -370,14 +378,18 @@ impl Enforcer {
         let _ = self.notices.send(notice);
     }
 
-    fn read(&self) -> RwLockReadGuard<'_, InForce> {
-        self.in_force.read().unwrap_or_else(PoisonError::into_inner)
+    fn read(&self) -> Arc<InForce> {
+        Arc::clone(&self.in_force.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, InForce> {
-        self.in_force
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
+    /// Replaces what is in force; who has read it before keeps what was.
+    fn replace<T>(&self, change: impl FnOnce(&mut InForce) -> T) -> T {
+        let mut now = self.in_force.lock().unwrap_or_else(PoisonError::into_inner);
+        change(Arc::make_mut(&mut now))
+    }
+
+    fn matching(&self) -> MutexGuard<'_, ()> {
+        self.matching.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn change(&self) -> MutexGuard<'_, ()> {

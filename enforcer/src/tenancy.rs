@@ -95,6 +95,44 @@ impl Seating {
     }
 }
 
+/// Tenants of cgroup paths, under one generation of the policy.
+#[derive(Debug, Default)]
+pub struct PathCache {
+    generation: u64,
+    tenants: BTreeMap<String, Option<u32>>,
+}
+
+impl PathCache {
+    /// Paths are tenants' to make: with so many the cache starts over.
+    const MOST: usize = 4096;
+
+    /// The tenant of a path under a generation; `find` finds it where it is not known yet. What an older generation says is
+    /// not kept.
+    pub fn tenant(
+        &mut self,
+        generation: u64,
+        path: &str,
+        find: impl FnOnce() -> Option<u32>,
+    ) -> Option<u32> {
+        if generation < self.generation {
+            return find();
+        }
+        if generation > self.generation {
+            self.generation = generation;
+            self.tenants.clear();
+        }
+        if let Some(known) = self.tenants.get(path) {
+            return *known;
+        }
+        let found = find();
+        if self.tenants.len() >= Self::MOST {
+            self.tenants.clear();
+        }
+        self.tenants.insert(path.to_owned(), found);
+        found
+    }
+}
+
 /// Limits by index and place, each once. A list: there are 16,000 of them for 1,000 tenants on 8 GPUs, and they are written one
 /// after the other.
 pub type Budgets = Vec<((u32, u32), Budget)>;
@@ -293,6 +331,24 @@ mod tests {
             );
         }
         text
+    }
+
+    #[test]
+    fn paths_are_looked_up_once_under_each_policy() {
+        let mut cache = PathCache::default();
+        let never = || panic!("known already");
+        assert_eq!(cache.tenant(1, "/a", || Some(7)), Some(7));
+        assert_eq!(cache.tenant(1, "/a", never), Some(7));
+        assert_eq!(cache.tenant(1, "/b", || None), None);
+        assert_eq!(cache.tenant(1, "/b", never), None);
+        // Another policy; and one who still reads the old one.
+        assert_eq!(cache.tenant(2, "/a", || Some(8)), Some(8));
+        assert_eq!(cache.tenant(1, "/a", || Some(7)), Some(7));
+        assert_eq!(cache.tenant(2, "/a", never), Some(8));
+        for at in 0..2 * PathCache::MOST {
+            cache.tenant(2, &format!("/{at}"), || None);
+        }
+        assert!(cache.tenants.len() <= PathCache::MOST);
     }
 
     #[test]

@@ -1,6 +1,10 @@
 //! Charging what the driver takes for processes by itself, and finding what got past the ledger.
 
-use std::{collections::BTreeMap, time::Instant};
+use std::{
+    collections::BTreeMap,
+    sync::{MutexGuard, PoisonError},
+    time::Instant,
+};
 
 use gpuquota_common::{
     event::Event,
@@ -35,9 +39,10 @@ pub(super) struct ContextState {
     managed: BTreeMap<(u32, u32), u64>,
     /// Managed memory that was found once and that nobody was asked about, by process.
     suspects: BTreeMap<u32, u64>,
-    /// By tenant index and GPU, nested tenants included.
-    sums: BTreeMap<(u32, u32), Sums>,
 }
+
+/// By tenant index and GPU, nested tenants included.
+pub(super) type SumsByPlace = BTreeMap<(u32, u32), Sums>;
 
 /// What a tenant's processes have on a GPU, as of the last look.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -112,7 +117,7 @@ impl Enforcer {
         } else {
             known
         };
-        let mut sums: BTreeMap<(u32, u32), Sums> = BTreeMap::new();
+        let mut sums = SumsByPlace::new();
         let mut shown: Vec<Holder> = Vec::new();
         for card in &snapshot.cards {
             for (tgid, nvml) in &card.processes {
@@ -175,7 +180,7 @@ impl Enforcer {
                 error!(%error, ?gone, "the charge for a context stays until its process ends");
             }
         }
-        state.sums = sums;
+        *self.all_sums() = sums;
     }
 
     fn charge_context(&self, holder: Holder, home: (u32, u64), look: Look, charge: Charge) {
@@ -282,12 +287,7 @@ impl Enforcer {
         Some((self.tenant_at(&path).unwrap_or(NO_TENANT), cgroup))
     }
 
-    fn add_sums(
-        &self,
-        sums: &mut BTreeMap<(u32, u32), Sums>,
-        (tenant, gpu): (u32, u32),
-        added: Added,
-    ) {
+    fn add_sums(&self, sums: &mut SumsByPlace, (tenant, gpu): (u32, u32), added: Added) {
         let now = self.read();
         let mut at = Some(tenant);
         while let Some(index) = at {
@@ -308,16 +308,17 @@ impl Enforcer {
 
     /// What a tenant has on a GPU, as of the last look.
     pub(super) fn sums(&self, tenant: u32, gpu: u32) -> Sums {
-        self.contexts()
-            .sums
+        self.all_sums()
             .get(&(tenant, gpu))
             .copied()
             .unwrap_or_default()
     }
 
-    fn contexts(&self) -> std::sync::MutexGuard<'_, ContextState> {
-        self.contexts
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    fn all_sums(&self) -> MutexGuard<'_, SumsByPlace> {
+        self.sums.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn contexts(&self) -> MutexGuard<'_, ContextState> {
+        self.contexts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

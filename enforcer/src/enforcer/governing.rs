@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::Arc,
+    sync::{Arc, PoisonError},
     time::Instant,
 };
 
@@ -13,7 +13,7 @@ use gpuquota_common::{
 use gpuquota_policy::Loaded;
 use tracing::{info, warn};
 
-use super::{Enforcer, EnforcerError, InForce, policy};
+use super::{Enforcer, EnforcerError, policy};
 use crate::{
     control::Notice,
     journal,
@@ -73,14 +73,12 @@ impl Enforcer {
         self.loads.enforced_after(asked.elapsed());
         let warnings = policy::warnings(&policy, &loaded.warnings, &self.host, self.choice);
         let reseated = plan.seating != seating || self.read().policy.tenants.is_empty();
-        {
-            let mut now = self.write();
+        self.replace(|now| {
             now.policy = Arc::new(policy);
             now.seating = plan.seating;
             now.generation = next;
             now.warnings.clone_from(&warnings);
-            now.by_path.clear();
-        }
+        });
         // Where nobody's place has changed, nobody's charge has.
         if self.find_cgroups()? || reseated {
             self.reseat()?;
@@ -173,10 +171,9 @@ impl Enforcer {
 
     /// Finds the cgroups of every tenant, and lets go of those that are none any more. Whether anything changed.
     pub(super) fn find_cgroups(&self) -> Result<bool, EnforcerError> {
-        let (policy, seating) = {
-            let now = self.read();
-            (Arc::clone(&now.policy), now.seating.clone())
-        };
+        let _matching = self.matching();
+        let now = self.read();
+        let (policy, seating, old) = (&now.policy, &now.seating, &now.roots);
         let mut wanted: BTreeMap<u64, (u32, String)> = BTreeMap::new();
         for tenant in policy.tenants.values() {
             let Some(index) = seating.index(&tenant.name) else {
@@ -197,8 +194,7 @@ impl Enforcer {
             }
         }
         let known: BTreeMap<u64, u32> = self.kernel.cgroups()?.into_iter().collect();
-        let old = std::mem::take(&mut self.write().roots);
-        let changed = old != wanted;
+        let changed = *old != wanted;
         for id in known.keys().filter(|id| !wanted.contains_key(id)) {
             self.kernel.set_cgroup(*id, None)?;
             if let Some((index, path)) = old.get(id) {
@@ -213,7 +209,9 @@ impl Enforcer {
                 self.attached(*index, path);
             }
         }
-        self.write().roots = wanted;
+        if changed {
+            self.replace(|now| now.roots = wanted);
+        }
         Ok(changed)
     }
 
@@ -223,30 +221,33 @@ impl Enforcer {
             return Ok(false);
         };
         self.exempt_changed(&path)?;
-        let index = {
-            let now = self.read();
-            now.policy
-                .tenants
-                .values()
-                .find(|tenant| tenant.cgroup.value.matches(&path))
-                .and_then(|tenant| now.seating.index(&tenant.name))
-        };
+        if self.attach(id, &path)? {
+            // A process may have been quicker than this event.
+            self.reseat_cgroup(&path)?;
+        }
+        Ok(true)
+    }
+
+    /// Governs a cgroup from now on if it is a tenant's and is not governed yet. Whether it was so.
+    fn attach(&self, id: u64, path: &str) -> Result<bool, EnforcerError> {
+        let _matching = self.matching();
+        let now = self.read();
+        let index = now
+            .policy
+            .tenants
+            .values()
+            .find(|tenant| tenant.cgroup.value.matches(path))
+            .and_then(|tenant| now.seating.index(&tenant.name));
         let Some(index) = index else {
-            return Ok(true);
+            return Ok(false);
         };
-        if self
-            .read()
-            .roots
-            .get(&id)
-            .is_some_and(|(known, _)| *known == index)
-        {
-            return Ok(true);
+        if now.roots.get(&id).is_some_and(|(known, _)| *known == index) {
+            return Ok(false);
         }
         self.kernel.set_cgroup(id, Some(index))?;
-        self.write().roots.insert(id, (index, path.clone()));
-        self.attached(index, &path);
-        // A process may have been quicker than this event.
-        self.reseat_cgroup(&path).map(|()| true)
+        self.replace(|now| now.roots.insert(id, (index, path.to_owned())));
+        self.attached(index, path);
+        Ok(true)
     }
 
     /// Governs the tenants' cgroups at `path` and above it now, in case the news of one has not been served yet.
@@ -261,7 +262,11 @@ impl Enforcer {
 
     /// A cgroup was removed. Its id never comes back.
     pub(super) fn cgroup_removed(&self, id: u64) -> Result<(), EnforcerError> {
-        let Some((index, path)) = self.write().roots.remove(&id) else {
+        let _matching = self.matching();
+        if !self.read().roots.contains_key(&id) {
+            return Ok(());
+        }
+        let Some((index, path)) = self.replace(|now| now.roots.remove(&id)) else {
             return Ok(());
         };
         self.kernel.set_cgroup(id, None)?;
@@ -349,25 +354,14 @@ impl Enforcer {
 
     /// The index of the innermost tenant that governs a cgroup path.
     pub(super) fn tenant_at(&self, path: &str) -> Option<u32> {
-        if let Some(known) = self.read().by_path.get(path) {
-            return *known;
-        }
-        let mut now = self.write();
-        let InForce {
-            policy,
-            seating,
-            by_path,
-            ..
-        } = &mut *now;
-        let found = policy
-            .tenant_of(path)
-            .and_then(|tenant| seating.index(&tenant.name));
-        // Paths are tenants' to make: the cache is bounded by starting over.
-        if by_path.len() >= 4096 {
-            by_path.clear();
-        }
-        by_path.insert(path.to_owned(), found);
-        found
+        let now = self.read();
+        self.paths
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .tenant(now.generation, path, || {
+                let tenant = now.policy.tenant_of(path)?;
+                now.seating.index(&tenant.name)
+            })
     }
 
     /// The name of the tenant at an index, retired ones too.

@@ -7,10 +7,11 @@ use std::{
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
+    time::{Duration, Instant},
 };
 
 use gpuquota_enforcer::{client::Client, config::Bus, control::QuotaChange};
-use gpuquota_native_tests::Bed;
+use gpuquota_native_tests::{Actor, Bed};
 
 const MIB: u64 = 1 << 20;
 const POLICY: &str = "[tenant.a]\ncgroup = \"@/a.slice\"\nmemory.max = \"3GiB\"\n";
@@ -61,6 +62,23 @@ async fn ask_nonsense(client: &Client, long: &str) -> u64 {
     nonsense.len() as u64 + 4
 }
 
+/// A client of its own in a thread of its own.
+fn asker<F>(bus: &Bus, ask: F) -> thread::JoinHandle<()>
+where
+    F: AsyncFnOnce(Client) + Send + 'static,
+{
+    let bus = bus.clone();
+    thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .expect("a runtime");
+        runtime.block_on(async {
+            ask(Client::connect(&bus).await.expect("connected")).await;
+        });
+    })
+}
+
 #[test]
 fn ten_thousand_calls_and_nonsense_neither_block_nor_grow_the_daemon() {
     let bed = Bed::new(POLICY);
@@ -73,27 +91,20 @@ fn ten_thousand_calls_and_nonsense_neither_block_nor_grow_the_daemon() {
     let calls = Arc::new(AtomicU64::new(0));
     let askers: Vec<_> = (0..6)
         .map(|number| {
-            let (bus, stop, calls) = (bus.clone(), Arc::clone(&stop), Arc::clone(&calls));
-            thread::spawn(move || {
-                let runtime = tokio::runtime::Builder::new_current_thread()
-                    .enable_all()
-                    .build()
-                    .expect("a runtime");
-                runtime.block_on(async {
-                    let client = Client::connect(&bus).await.expect("connected");
-                    // One of them with a megabyte in each string, the others as fast as they get answers.
-                    let long = "x".repeat(if number == 0 { 1 << 20 } else { 1 });
-                    while !stop.load(Ordering::Relaxed) {
-                        let asked = if number < 2 {
-                            ask_nonsense(&client, &long).await
-                        } else {
-                            client.version().await.expect("a version");
-                            client.tenant("a").await.expect("a tenant");
-                            2
-                        };
-                        calls.fetch_add(asked, Ordering::Relaxed);
-                    }
-                });
+            let (stop, calls) = (Arc::clone(&stop), Arc::clone(&calls));
+            asker(&bus, async move |client| {
+                // One of them with a megabyte in each string, the others as fast as they get answers.
+                let long = "x".repeat(if number == 0 { 1 << 20 } else { 1 });
+                while !stop.load(Ordering::Relaxed) {
+                    let asked = if number < 2 {
+                        ask_nonsense(&client, &long).await
+                    } else {
+                        client.version().await.expect("a version");
+                        client.tenant("a").await.expect("a tenant");
+                        2
+                    };
+                    calls.fetch_add(asked, Ordering::Relaxed);
+                }
             })
         })
         .collect();
@@ -132,4 +143,56 @@ fn ten_thousand_calls_and_nonsense_neither_block_nor_grow_the_daemon() {
         before >> 10,
         after >> 10
     );
+}
+
+/// The limits change, and with them what is known of every cgroup, while the ledger is compared with the driver and others ask
+/// how it stands.
+#[test]
+fn questions_changes_and_looks_at_the_ledger_do_not_keep_each_other_waiting() {
+    const CHANGES: u64 = 400;
+    let bed = Bed::new(POLICY);
+    let bus: Bus = bed.bus().parse().expect("an address");
+    let mut actors: Vec<Actor> = (0..3).map(|_| bed.actor("a")).collect();
+    for actor in &mut actors {
+        assert!(actor.tell("alloc 64MiB").starts_with("allocated"));
+    }
+    let changed = Arc::new(AtomicU64::new(0));
+    let mut askers: Vec<_> = (0..3)
+        .map(|_| {
+            let changed = Arc::clone(&changed);
+            asker(&bus, async move |client| {
+                while changed.load(Ordering::Relaxed) < CHANGES {
+                    client.tenant("a").await.expect("a tenant");
+                    client.dump_state().await.expect("everything");
+                }
+            })
+        })
+        .collect();
+    let counted = Arc::clone(&changed);
+    askers.push(asker(&bus, async move |client| {
+        for at in 0..CHANGES {
+            let max = format!("{}MiB", 3072 + at);
+            let change = change("a", None, "memory.max", &max);
+            client.set_quota(&change).await.expect("another limit");
+            counted.store(at + 1, Ordering::Relaxed);
+        }
+    }));
+    let mut before = (0, Instant::now());
+    while changed.load(Ordering::Relaxed) < CHANGES {
+        thread::sleep(Duration::from_millis(50));
+        let now = changed.load(Ordering::Relaxed);
+        if now > before.0 {
+            before = (now, Instant::now());
+        }
+        assert!(
+            before.1.elapsed() < Duration::from_secs(20),
+            "the daemon hangs after {now} changes"
+        );
+    }
+    for asker in askers {
+        asker.join().expect("asked to its end");
+    }
+    for actor in &mut actors {
+        assert!(actor.tell("alloc 64MiB").starts_with("allocated"));
+    }
 }
