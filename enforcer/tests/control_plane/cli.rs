@@ -1,6 +1,7 @@
 //! The verbs of `gpuquotactl` and what they print.
 
 use std::{
+    collections::BTreeSet,
     io::{BufRead, BufReader},
     process::Stdio,
     sync::atomic::{AtomicBool, Ordering},
@@ -57,6 +58,64 @@ fn readers_print_json_with_exact_numbers() {
     );
     assert_snapshot!("version-json", stdout(&daemon.ctl(&["version", "--json"])));
     assert_snapshot!("reload-json", stdout(&daemon.ctl(&["reload", "--json"])));
+}
+
+/// The keys of a value and of all in it.
+fn keys(value: &serde_json::Value, into: &mut BTreeSet<String>) {
+    match value {
+        serde_json::Value::Object(map) => {
+            for (key, value) in map {
+                into.insert(key.clone());
+                keys(value, into);
+            }
+        }
+        serde_json::Value::Array(values) => values.iter().for_each(|value| keys(value, into)),
+        _ => {}
+    }
+}
+
+#[test]
+fn every_key_of_json_and_every_event_is_in_the_reference() {
+    let reference = include_str!("../../../docs/cli.md");
+    let daemon = Daemon::on_peer();
+    let mut found = BTreeSet::new();
+    for arguments in [
+        &["list"][..],
+        &["status", "vision"],
+        &["doctor"],
+        &["history"],
+        &["leaks", "vision", "--so-far"],
+        &["idle", "vision", "--so-far"],
+        &["profile", "vision", "--so-far"],
+        &["version"],
+        &["reload"],
+    ] {
+        let output = daemon.ctl(&[arguments, &["--json"]].concat());
+        let value = serde_json::from_str(&stdout(&output)).expect("JSON");
+        keys(&value, &mut found);
+    }
+    assert!(found.len() > 100, "{found:?}");
+    // Events are the signals by another spelling, and the interface is compared with the code.
+    let interface = include_str!("../../../config/org.gpuquota.Enforcer1.xml");
+    for signal in interface.split("<signal name=\"").skip(1) {
+        let name = signal.split('"').next().unwrap_or_default();
+        let mut event = String::new();
+        for letter in name.chars() {
+            if letter.is_ascii_uppercase() && !event.is_empty() {
+                event.push('-');
+            }
+            event.push(letter.to_ascii_lowercase());
+        }
+        found.insert(event);
+    }
+    let words: BTreeSet<_> = reference
+        .split(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == '-'))
+        .collect();
+    let missing: Vec<_> = found
+        .iter()
+        .filter(|word| !words.contains(word.as_str()))
+        .collect();
+    assert!(missing.is_empty(), "not in docs/cli.md: {missing:?}");
 }
 
 #[test]

@@ -537,6 +537,31 @@ mod tests {
     }
 
     #[test]
+    fn every_option_of_a_verb_is_in_the_reference() {
+        let reference = include_str!("../../../../docs/cli.md");
+        let words: std::collections::BTreeSet<_> = reference
+            .split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'))
+            .collect();
+        let mut options = 0;
+        for verb in Cli::command().get_subcommands() {
+            let nested = verb.get_subcommands();
+            let arguments = verb
+                .get_arguments()
+                .chain(nested.flat_map(|verb| verb.get_arguments()));
+            for long in arguments.filter_map(|argument| argument.get_long()) {
+                let option = format!("--{long}");
+                assert!(
+                    words.contains(option.as_str()),
+                    "{option} of {} is not in docs/cli.md",
+                    verb.get_name()
+                );
+                options += 1;
+            }
+        }
+        assert!(options > 30, "{options}");
+    }
+
+    #[test]
     fn properties_need_a_key_and_may_have_an_empty_value() {
         assert_eq!(
             property("memory.max = 20GiB"),
