@@ -4,7 +4,9 @@
 # Needs root, to make the image, and no KVM. The image is kept with the kernels, in integration-tests/vm/cache/systemd.
 #
 # usage: test-systemd.sh PACKAGE NEWER-PACKAGE
-#        CAPS=1 test-systemd.sh …   also drops the daemon's capabilities one at a time, and prints what that breaks
+#        CAPS=1 test-systemd.sh …          also drops the daemon's capabilities one at a time: with all of them nothing may go
+#                                          wrong, and without each of them something has to
+#        KERNEL=newest test-systemd.sh …   on another kernel of vm-kernel.sh than the distribution's
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -12,7 +14,7 @@ set -euo pipefail
 cache=${GPUQUOTA_VM_CACHE:-$repo/integration-tests/vm/cache}
 image=$cache/systemd/root.cpio
 built=$repo/target/debug
-limit=${LIMIT:-900}
+limit=${LIMIT:-$([ -z "${CAPS:-}" ] && echo 900 || echo 3600)}
 
 make_image() {
     [ ! -e "$image" ] || return 0
@@ -59,6 +61,8 @@ pack() { # FOLDER
 [gpu]
 device-dir = "/run/simgpu/dev"
 nvml-library = "/opt/sim/libnvidia-ml.so.1"
+[faults]
+source = "kernel-log"
 TOML
     cat >"$root/opt/test/policy.toml" <<'TOML'
 [tenant.vision]
@@ -99,7 +103,7 @@ new=$(realpath "$2")
 for program in simgpu simtenant libcuda.so libnvidia_ml.so; do
     [ -e "$built/$program" ] || die "$built/$program is not built; run cargo build first"
 done
-kernel=$(scripts/vm-kernel.sh stock)
+kernel=$(scripts/vm-kernel.sh "${KERNEL:-stock}")
 make_image
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

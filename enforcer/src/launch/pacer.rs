@@ -33,7 +33,7 @@ const HEARTBEAT_NS: u64 = 50_000_000;
 const ROUNDED: Duration = Duration::from_millis(1);
 /// A moment so near is waited for awake: going to sleep and waking takes as long.
 const NEAR_NS: u64 = 30_000;
-/// Priority among real-time threads: low, but above every ordinary one.
+/// Priority among real-time threads: low, but above every ordinary one. The unit's `LimitRTPRIO` allows just that.
 const PRIORITY: i32 = 5;
 
 /// Orders to the thread.
@@ -457,4 +457,16 @@ fn read_notice(bytes: &[u8]) -> Option<Notice> {
     }
     // SAFETY: the length was checked, and every bit pattern is a notice.
     Some(unsafe { std::ptr::read_unaligned(bytes.as_ptr().cast()) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_unit_allows_the_priority() {
+        let unit = include_str!("../../../systemd/gpuquotad.service");
+        let limit = format!("LimitRTPRIO={PRIORITY}");
+        assert!(unit.lines().any(|line| line == limit), "no {limit}");
+    }
 }
