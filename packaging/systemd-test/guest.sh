@@ -157,6 +157,7 @@ TOML
     try() {
         local found
         lost=()
+        : >/tmp/doctor.log
         systemctl daemon-reload
         systemctl reset-failed gpuquotad.service
         if ! systemctl restart gpuquotad.service; then

@@ -26,6 +26,12 @@ const GPUS: u32 = 8;
 const PROCESSES: u32 = 5000;
 /// Of each process; a client, a device and the rest is memory.
 const OBJECTS: u32 = 200;
+/// What one process has of memory: all objects but its client and its device.
+const HELD: u64 = (OBJECTS as u64 - 2) * SIZE;
+const SIZE: u64 = 2 << 20;
+/// The clients of the first process and, counted up, of the others: beyond those that the simulated driver hands out, to each
+/// daemon that starts too. A second client of the same number would be taken for the end of the first.
+const CLIENT: u32 = 0xc1d8_0000;
 /// Of the objects: a cgroup that there never was, so that the daemon leaves charges with the tenants that they were put to.
 const GONE: u64 = u64::MAX >> 1;
 /// After so long nothing of what the daemon was doing goes on.
@@ -188,12 +194,12 @@ fn fill(kernel: &Kernel, processes: &[Child]) {
         kernel
             .adopt_process(tgid, start_ticks(tgid) * 10_000_000, tenant, GONE)
             .expect("a process");
-        let client = 0xc1d0_0000 + number;
+        let client = CLIENT + number;
         for handle in 0..OBJECTS {
             let (handle, kind, bytes, gpu, parent) = match handle {
                 0 => (client, kind::CLIENT, 0, NO_GPU, 0),
                 1 => (1, kind::DEVICE, 0, gpu, client),
-                handle => (handle, kind::MEMORY, 2 << 20, gpu, 1),
+                handle => (handle, kind::MEMORY, SIZE, gpu, 1),
             };
             let object = Object {
                 bytes,
@@ -333,7 +339,7 @@ fn large() {
         .sum();
     assert_eq!(
         held,
-        u64::from(PROCESSES) * u64::from(OBJECTS - 2) * (2 << 20),
+        u64::from(PROCESSES) * HELD,
         "what the tenants are charged"
     );
     row("the same, idle: CPU", &idle(&bed));
@@ -343,18 +349,18 @@ fn large() {
         &format!("{took:.1?}, {:.1} MB", text.len() as f64 / 1e6),
     );
     reload(&bed, &address, TENANTS, "the same");
+    // The first process is one of the first tenant's, on the first GPU.
+    let before = bed.usage("t0000", 0).memory_used;
+    assert_eq!(before, u64::from(PROCESSES / TENANTS) * HELD);
     let victim = &mut processes[0];
     let begun = Instant::now();
     victim.kill().expect("killed");
     victim.wait().expect("waited for");
-    let wanted = held - u64::from(OBJECTS - 2) * (2 << 20);
-    let sum = || -> u64 {
-        (0..GPUS)
-            .map(|gpu| bed.usage("t0000", gpu).memory_used)
-            .sum()
-    };
-    let before = sum();
-    while sum() >= before && begun.elapsed() < Duration::from_secs(30) && before > wanted {
+    while bed.usage("t0000", 0).memory_used != before - HELD {
+        assert!(
+            begun.elapsed() < Duration::from_secs(30),
+            "the charge of a process that ended is left"
+        );
         thread::sleep(Duration::from_millis(1));
     }
     row(

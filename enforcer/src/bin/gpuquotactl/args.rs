@@ -547,7 +547,7 @@ mod tests {
             let nested = verb.get_subcommands();
             let arguments = verb
                 .get_arguments()
-                .chain(nested.flat_map(|verb| verb.get_arguments()));
+                .chain(nested.flat_map(clap::Command::get_arguments));
             for long in arguments.filter_map(|argument| argument.get_long()) {
                 let option = format!("--{long}");
                 assert!(
