@@ -2,6 +2,8 @@
 
 use std::{
     fs,
+    io::{Read as _, Write as _},
+    net::TcpStream,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -10,7 +12,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpuquota_enforcer::{client::Client, config::Bus, control::QuotaChange};
+use gpuquota_enforcer::{
+    client::{
+        Client,
+        looks::{Idle, Kind, Leaks, Profile},
+    },
+    config::Bus,
+    control::{QuotaChange, leaks::Target},
+};
 use gpuquota_native_tests::{Actor, Bed};
 
 const MIB: u64 = 1 << 20;
@@ -145,54 +154,106 @@ fn ten_thousand_calls_and_nonsense_neither_block_nor_grow_the_daemon() {
     );
 }
 
-/// The limits change, and with them what is known of every cgroup, while the ledger is compared with the driver and others ask
-/// how it stands.
+/// A look at the tenant from its start to its end. What it finds is for other tests.
+async fn look<K: Kind>(client: &Client) {
+    let target = Target::Tenant("a".into());
+    // One of these may be too late for a process; none may hang.
+    let _ = client
+        .start_look::<K>(&target, Duration::from_mins(1))
+        .await;
+    let _ = client.look::<K>(&target).await;
+    let _ = client.stop_look::<K>(&target).await;
+}
+
+/// The limits change, and with them what is known of every cgroup, while the ledger is compared with the driver, tenants are
+/// frozen and looked at, and others ask how it stands.
 #[test]
-fn questions_changes_and_looks_at_the_ledger_do_not_keep_each_other_waiting() {
-    const CHANGES: u64 = 400;
-    let bed = Bed::new(POLICY);
+fn questions_changes_and_looks_do_not_keep_each_other_waiting() {
+    const CHANGES: u64 = 200;
+    let mut bed = Bed::new(
+        "[tenant.a]\ncgroup = \"@/a.slice\"\nmemory.max = \"3GiB\"\nmemory.high = \"1GiB\"\nlaunch.max = \"1000/s\"\n\
+         time.weight = 200\n[tenant.b]\ncgroup = \"@/b.slice\"\nmemory.max = \"3GiB\"\ntime.max = \"50%\"\n",
+    );
+    let metrics = bed.offer_metrics();
     let bus: Bus = bed.bus().parse().expect("an address");
-    let mut actors: Vec<Actor> = (0..3).map(|_| bed.actor("a")).collect();
+    let mut actors: Vec<Actor> = ["a", "a", "b"].map(|tenant| bed.actor(tenant)).into();
     for actor in &mut actors {
         assert!(actor.tell("alloc 64MiB").starts_with("allocated"));
     }
     let changed = Arc::new(AtomicU64::new(0));
-    let mut askers: Vec<_> = (0..3)
-        .map(|_| {
-            let changed = Arc::clone(&changed);
-            asker(&bus, async move |client| {
-                while changed.load(Ordering::Relaxed) < CHANGES {
-                    client.tenant("a").await.expect("a tenant");
-                    client.dump_state().await.expect("everything");
-                }
-            })
-        })
-        .collect();
+    let begun = Arc::clone(&changed);
+    let goes_on = move || begun.load(Ordering::Relaxed) < CHANGES;
     let counted = Arc::clone(&changed);
-    askers.push(asker(&bus, async move |client| {
+    let mut askers = vec![asker(&bus, async move |client| {
         for at in 0..CHANGES {
             let max = format!("{}MiB", 3072 + at);
             let change = change("a", None, "memory.max", &max);
             client.set_quota(&change).await.expect("another limit");
             counted.store(at + 1, Ordering::Relaxed);
         }
+    })];
+    for _ in 0..2 {
+        let goes_on = goes_on.clone();
+        askers.push(asker(&bus, async move |client| {
+            while goes_on() {
+                client.tenant("a").await.expect("a tenant");
+                client.dump_state().await.expect("everything");
+            }
+        }));
+    }
+    let (ask, hold, watch, scrape) = (goes_on.clone(), goes_on.clone(), goes_on.clone(), goes_on);
+    askers.push(asker(&bus, async move |client| {
+        while ask() {
+            client.tenants().await.expect("tenants");
+            client.doctor().await.expect("findings");
+            let since = Duration::from_mins(1);
+            client.memory_history(None, since).await.expect("history");
+            client.memory_heat_map(since, 10).await.expect("peaks");
+        }
     }));
-    let mut before = (0, Instant::now());
+    askers.push(asker(&bus, async move |client| {
+        while hold() {
+            client.freeze("b", None).await.expect("frozen");
+            client.thaw("b", None).await.expect("thawed");
+            client.reload().await.expect("the policy as it is");
+        }
+    }));
+    askers.push(asker(&bus, async move |client| {
+        while watch() {
+            look::<Leaks>(&client).await;
+            look::<Profile>(&client).await;
+            look::<Idle>(&client).await;
+        }
+    }));
+    askers.push(thread::spawn(move || {
+        while scrape() {
+            let mut stream = TcpStream::connect(&metrics).expect("the metrics");
+            let request = "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+            stream.write_all(request.as_bytes()).expect("asked");
+            let mut text = String::new();
+            stream.read_to_string(&mut text).expect("answered");
+        }
+    }));
+    let mut last = (0, Instant::now());
     while changed.load(Ordering::Relaxed) < CHANGES {
-        thread::sleep(Duration::from_millis(50));
+        for actor in &mut actors {
+            assert!(actor.tell("alloc 64MiB").starts_with("allocated"));
+            assert!(actor.tell("free --newest 1").starts_with("freed"));
+        }
         let now = changed.load(Ordering::Relaxed);
-        if now > before.0 {
-            before = (now, Instant::now());
+        if now > last.0 {
+            last = (now, Instant::now());
         }
         assert!(
-            before.1.elapsed() < Duration::from_secs(20),
+            last.1.elapsed() < Duration::from_secs(20),
             "the daemon hangs after {now} changes"
         );
     }
     for asker in askers {
         asker.join().expect("asked to its end");
     }
-    for actor in &mut actors {
-        assert!(actor.tell("alloc 64MiB").starts_with("allocated"));
-    }
+    assert_eq!(
+        bed.usage("a", 0).memory_max,
+        Some((3072 + CHANGES - 1) * MIB)
+    );
 }
