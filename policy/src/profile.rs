@@ -2,9 +2,8 @@
 
 use std::fmt;
 
-use crate::diagnostic::quote;
 use crate::raw::{Mistake, Raw};
-use crate::values::{Decimal, Setting};
+use crate::values::{Decimal, Setting, decimal, percentage};
 
 /// How many times as much as usual, from 1.01 to 1000, in steps of 0.01.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -71,7 +70,7 @@ impl fmt::Display for Factor {
 /// A part of the time of a process, from 0.01 % to 100 %, in steps of 0.01 %.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Share {
-    basis_points: u32,
+    basis_points: u16,
 }
 
 impl Share {
@@ -79,7 +78,7 @@ impl Share {
     pub const DEFAULT: Self = Self { basis_points: 100 };
 
     /// From hundredths of a percent. None outside 1..=10000.
-    pub fn from_basis_points(basis_points: u32) -> Option<Self> {
+    pub fn from_basis_points(basis_points: u16) -> Option<Self> {
         (1..=10_000)
             .contains(&basis_points)
             .then_some(Self { basis_points })
@@ -93,46 +92,7 @@ impl Share {
 
 impl Setting for Share {
     fn read(raw: &Raw<'_>) -> Result<Self, Mistake> {
-        let text = match raw {
-            Raw::Text(text) => *text,
-            Raw::Integer(Some(number)) if (1..=100).contains(number) => {
-                return Err(Mistake::new(
-                    "the percent sign is missing",
-                    format!("write \"{number}%\"; {}", Self::allowed()),
-                ));
-            }
-            Raw::Float(_) => {
-                return Err(Mistake::new(
-                    "a float is refused, it could mean a ratio or percent",
-                    Self::allowed(),
-                ));
-            }
-            _ => return Err(Mistake::wrong_type(raw, Self::allowed())),
-        };
-        let Some((number, unit)) = Decimal::split(text) else {
-            return Err(Mistake::new(
-                "it does not start with a number that a percentage can have",
-                Self::allowed(),
-            ));
-        };
-        match unit {
-            "%" => {}
-            "" => return Err(Mistake::new("the percent sign is missing", Self::allowed())),
-            other => {
-                return Err(Mistake::new(
-                    format!("unknown unit {}", quote(other)),
-                    Self::allowed(),
-                ));
-            }
-        }
-        match number.times(100) {
-            Some((_, false)) => Err(Mistake::new("it is finer than 0.01 %", Self::allowed())),
-            Some((points, true)) => u32::try_from(points)
-                .ok()
-                .and_then(Self::from_basis_points)
-                .ok_or_else(|| Mistake::new("it is out of range", Self::allowed())),
-            None => Err(Mistake::new("it is out of range", Self::allowed())),
-        }
+        percentage(raw, Self::from_basis_points)
     }
 
     fn write(&self) -> String {
@@ -147,7 +107,7 @@ impl Setting for Share {
 impl fmt::Display for Share {
     /// As in the policy file, without quotes.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        decimal(f, self.basis_points)?;
+        decimal(f, self.basis_points.into())?;
         f.write_str("%")
     }
 }
@@ -157,15 +117,6 @@ fn hundredths(text: &str) -> Option<(u32, bool)> {
     let (number, rest) = Decimal::split(text)?;
     let (found, whole) = number.times(100).filter(|_| rest.is_empty())?;
     Some((u32::try_from(found).ok()?, whole))
-}
-
-fn decimal(f: &mut fmt::Formatter<'_>, hundredths: u32) -> fmt::Result {
-    let (whole, rest) = (hundredths / 100, hundredths % 100);
-    match rest {
-        0 => write!(f, "{whole}"),
-        tenths if rest % 10 == 0 => write!(f, "{whole}.{}", tenths / 10),
-        rest => write!(f, "{whole}.{rest:02}"),
-    }
 }
 
 #[cfg(test)]

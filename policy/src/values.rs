@@ -469,48 +469,7 @@ impl Percent {
 
 impl Setting for Percent {
     fn read(raw: &Raw<'_>) -> Result<Self, Mistake> {
-        let text = match raw {
-            Raw::Text(text) => *text,
-            Raw::Integer(Some(number)) if (1..=100).contains(number) => {
-                return Err(Mistake::new(
-                    "the percent sign is missing",
-                    format!("write \"{number}%\"; {}", Self::allowed()),
-                ));
-            }
-            Raw::Float(_) => {
-                return Err(Mistake::new(
-                    "a float is refused, it could mean a ratio or percent",
-                    Self::allowed(),
-                ));
-            }
-            _ => return Err(Mistake::wrong_type(raw, Self::allowed())),
-        };
-        let Some((number, unit)) = Decimal::split(text) else {
-            return Err(Mistake::new(
-                format!("{NOT_A_NUMBER} that a percentage can have"),
-                Self::allowed(),
-            ));
-        };
-        match unit {
-            "%" => {}
-            "" => return Err(Mistake::new("the percent sign is missing", Self::allowed())),
-            other => {
-                return Err(Mistake::new(
-                    format!("unknown unit {}", quote(other)),
-                    Self::allowed(),
-                ));
-            }
-        }
-        match number.times(100) {
-            Some((_, false)) => Err(Mistake::new("it is finer than 0.01 %", Self::allowed())),
-            Some((points, true))
-                if let Some(percent) =
-                    u16::try_from(points).ok().and_then(Self::from_basis_points) =>
-            {
-                Ok(percent)
-            }
-            _ => Err(Mistake::new("it is out of range", Self::allowed())),
-        }
+        percentage(raw, Self::from_basis_points)
     }
 
     fn write(&self) -> String {
@@ -525,12 +484,58 @@ impl Setting for Percent {
 impl fmt::Display for Percent {
     /// As in the policy file, without quotes.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (whole, rest) = (self.basis_points / 100, self.basis_points % 100);
-        match rest {
-            0 => write!(f, "{whole}%"),
-            tenths if rest % 10 == 0 => write!(f, "{whole}.{}%", tenths / 10),
-            hundredths => write!(f, "{whole}.{hundredths:02}%"),
+        decimal(f, self.basis_points.into())?;
+        f.write_str("%")
+    }
+}
+
+/// A percentage of a kind, `of` hundredths of a percent if they are in its range.
+pub(crate) fn percentage<T: Setting>(
+    raw: &Raw<'_>,
+    of: impl FnOnce(u16) -> Option<T>,
+) -> Result<T, Mistake> {
+    let text = match raw {
+        Raw::Text(text) => *text,
+        Raw::Integer(Some(number)) if (1..=100).contains(number) => {
+            return Err(Mistake::new(
+                "the percent sign is missing",
+                format!("write \"{number}%\"; {}", T::allowed()),
+            ));
         }
+        Raw::Float(_) => {
+            return Err(Mistake::new(
+                "a float is refused, it could mean a ratio or percent",
+                T::allowed(),
+            ));
+        }
+        _ => return Err(Mistake::wrong_type(raw, T::allowed())),
+    };
+    let mistake = |what: String| Err(Mistake::new(what, T::allowed()));
+    let Some((number, unit)) = Decimal::split(text) else {
+        return mistake(format!("{NOT_A_NUMBER} that a percentage can have"));
+    };
+    match unit {
+        "%" => {}
+        "" => return mistake("the percent sign is missing".to_owned()),
+        other => return mistake(format!("unknown unit {}", quote(other))),
+    }
+    match number.times(100) {
+        Some((_, false)) => mistake("it is finer than 0.01 %".to_owned()),
+        Some((points, true)) => u16::try_from(points)
+            .ok()
+            .and_then(of)
+            .map_or_else(|| mistake("it is out of range".to_owned()), Ok),
+        None => mistake("it is out of range".to_owned()),
+    }
+}
+
+/// Writes hundredths of something as a number, with as many digits as it takes.
+pub(crate) fn decimal(f: &mut fmt::Formatter<'_>, hundredths: u32) -> fmt::Result {
+    let (whole, rest) = (hundredths / 100, hundredths % 100);
+    match rest {
+        0 => write!(f, "{whole}"),
+        tenths if rest % 10 == 0 => write!(f, "{whole}.{}", tenths / 10),
+        rest => write!(f, "{whole}.{rest:02}"),
     }
 }
 

@@ -80,148 +80,77 @@ impl Looks {
     }
 }
 
-/// Follows allocations: `Leaks`.
-pub(super) struct LeakFinder(pub(super) Looks);
+/// An interface of looks of one kind: its members, and what each asks the daemon.
+macro_rules! looks_interface {
+    (
+        $(#[$doc:meta])*
+        $type:ident, $name:literal,
+        start: $start:ident, get: $get:ident = $report:ident, stop: $stop:ident, list: $list:ident = $targets:ident
+    ) => {
+        $(#[$doc])*
+        pub(super) struct $type(pub(super) Looks);
 
-#[interface(name = "org.gpuquota.Enforcer1.Leaks", introspection_docs = false)]
-impl LeakFinder {
-    /// Follows the allocations of a tenant or, where `target` is a number, of a process, for so long at most.
-    async fn start_leaks(
-        &self,
-        target: String,
-        limit_usec: u64,
-        #[zbus(connection)] connection: &Connection,
-        #[zbus(header)] header: Header<'_>,
-    ) -> Result<(), MethodError> {
-        let asked = Asked(connection, &header, target);
-        self.0.start(asked, limit_usec, Control::start_leaks).await
-    }
+        #[interface(name = $name, introspection_docs = false)]
+        impl $type {
+            /// Begins to look at a tenant or, where `target` is a number, at a process, for so long at most.
+            async fn $start(
+                &self,
+                target: String,
+                limit_usec: u64,
+                #[zbus(connection)] connection: &Connection,
+                #[zbus(header)] header: Header<'_>,
+            ) -> Result<(), MethodError> {
+                let asked = Asked(connection, &header, target);
+                self.0.start(asked, limit_usec, Control::$start).await
+            }
 
-    /// What was found so far, as JSON.
-    #[zbus(out_args("json"))]
-    async fn get_leaks(
-        &self,
-        target: String,
-        #[zbus(connection)] connection: &Connection,
-        #[zbus(header)] header: Header<'_>,
-    ) -> Result<String, MethodError> {
-        let asked = Asked(connection, &header, target);
-        self.0.tell(asked, Control::leaks).await
-    }
+            /// What was found so far, as JSON.
+            #[zbus(out_args("json"))]
+            async fn $get(
+                &self,
+                target: String,
+                #[zbus(connection)] connection: &Connection,
+                #[zbus(header)] header: Header<'_>,
+            ) -> Result<String, MethodError> {
+                let asked = Asked(connection, &header, target);
+                self.0.tell(asked, Control::$report).await
+            }
 
-    /// Removes the probes, and tells what was found.
-    #[zbus(out_args("json"))]
-    async fn stop_leaks(
-        &self,
-        target: String,
-        #[zbus(connection)] connection: &Connection,
-        #[zbus(header)] header: Header<'_>,
-    ) -> Result<String, MethodError> {
-        let asked = Asked(connection, &header, target);
-        self.0.tell(asked, Control::stop_leaks).await
-    }
+            /// Ends the look, its probes with it, and tells what was found.
+            #[zbus(out_args("json"))]
+            async fn $stop(
+                &self,
+                target: String,
+                #[zbus(connection)] connection: &Connection,
+                #[zbus(header)] header: Header<'_>,
+            ) -> Result<String, MethodError> {
+                let asked = Asked(connection, &header, target);
+                self.0.tell(asked, Control::$stop).await
+            }
 
-    /// Whose allocations are or were followed.
-    #[zbus(out_args("targets"))]
-    async fn list_leaks(&self) -> Result<Vec<String>, MethodError> {
-        self.0.list(Control::leak_targets).await
-    }
+            /// Who is or was looked at.
+            #[zbus(out_args("targets"))]
+            async fn $list(&self) -> Result<Vec<String>, MethodError> {
+                self.0.list(Control::$targets).await
+            }
+        }
+    };
 }
 
-/// Profiles launches: `Profile`.
-pub(super) struct Profiler(pub(super) Looks);
-
-#[interface(name = "org.gpuquota.Enforcer1.Profile", introspection_docs = false)]
-impl Profiler {
-    /// Profiles the launches of a tenant or, where `target` is a number, of a process, for so long at most.
-    async fn start_profile(
-        &self,
-        target: String,
-        limit_usec: u64,
-        #[zbus(connection)] connection: &Connection,
-        #[zbus(header)] header: Header<'_>,
-    ) -> Result<(), MethodError> {
-        let asked = Asked(connection, &header, target);
-        self.0
-            .start(asked, limit_usec, Control::start_profile)
-            .await
-    }
-
-    /// What was found so far, as JSON.
-    #[zbus(out_args("json"))]
-    async fn get_profile(
-        &self,
-        target: String,
-        #[zbus(connection)] connection: &Connection,
-        #[zbus(header)] header: Header<'_>,
-    ) -> Result<String, MethodError> {
-        let asked = Asked(connection, &header, target);
-        self.0.tell(asked, Control::profile).await
-    }
-
-    /// Removes the probes, and tells what was found.
-    #[zbus(out_args("json"))]
-    async fn stop_profile(
-        &self,
-        target: String,
-        #[zbus(connection)] connection: &Connection,
-        #[zbus(header)] header: Header<'_>,
-    ) -> Result<String, MethodError> {
-        let asked = Asked(connection, &header, target);
-        self.0.tell(asked, Control::stop_profile).await
-    }
-
-    /// Whose launches are or were profiled.
-    #[zbus(out_args("targets"))]
-    async fn list_profiles(&self) -> Result<Vec<String>, MethodError> {
-        self.0.list(Control::profile_targets).await
-    }
+looks_interface! {
+    /// Follows allocations: `Leaks`.
+    LeakFinder, "org.gpuquota.Enforcer1.Leaks",
+    start: start_leaks, get: get_leaks = leaks, stop: stop_leaks, list: list_leaks = leak_targets
 }
 
-/// Follows threads while a GPU is idle: `Idle`.
-pub(super) struct IdleWatch(pub(super) Looks);
+looks_interface! {
+    /// Profiles launches: `Profile`.
+    Profiler, "org.gpuquota.Enforcer1.Profile",
+    start: start_profile, get: get_profile = profile, stop: stop_profile, list: list_profiles = profile_targets
+}
 
-#[interface(name = "org.gpuquota.Enforcer1.Idle", introspection_docs = false)]
-impl IdleWatch {
-    /// Follows the threads of a tenant or, where `target` is a number, of a process, for so long at most.
-    async fn start_idle(
-        &self,
-        target: String,
-        limit_usec: u64,
-        #[zbus(connection)] connection: &Connection,
-        #[zbus(header)] header: Header<'_>,
-    ) -> Result<(), MethodError> {
-        let asked = Asked(connection, &header, target);
-        self.0.start(asked, limit_usec, Control::start_idle).await
-    }
-
-    /// What was found so far, as JSON.
-    #[zbus(out_args("json"))]
-    async fn get_idle(
-        &self,
-        target: String,
-        #[zbus(connection)] connection: &Connection,
-        #[zbus(header)] header: Header<'_>,
-    ) -> Result<String, MethodError> {
-        let asked = Asked(connection, &header, target);
-        self.0.tell(asked, Control::idle).await
-    }
-
-    /// Ends the look, and tells what was found.
-    #[zbus(out_args("json"))]
-    async fn stop_idle(
-        &self,
-        target: String,
-        #[zbus(connection)] connection: &Connection,
-        #[zbus(header)] header: Header<'_>,
-    ) -> Result<String, MethodError> {
-        let asked = Asked(connection, &header, target);
-        self.0.tell(asked, Control::stop_idle).await
-    }
-
-    /// Whose threads are or were followed.
-    #[zbus(out_args("targets"))]
-    async fn list_idle(&self) -> Result<Vec<String>, MethodError> {
-        self.0.list(Control::idle_targets).await
-    }
+looks_interface! {
+    /// Follows threads while a GPU is idle: `Idle`.
+    IdleWatch, "org.gpuquota.Enforcer1.Idle",
+    start: start_idle, get: get_idle = idle, stop: stop_idle, list: list_idle = idle_targets
 }

@@ -11,7 +11,7 @@ use gpuquota_enforcer::{
 use crate::{
     args::IdleArgs,
     error::Error,
-    look,
+    look::{self, Remarks},
     output::{self, Align, Screen, Style, Table, clean},
 };
 
@@ -225,68 +225,36 @@ fn shown(at: usize, stack: &IdleStack, screen: Screen) -> String {
         stack.pid
     );
     let mut text = format!("\n{}\n", screen.paint(Style::Bold, &head));
-    for frame in stack.frames.iter().take(FRAMES) {
-        let file = frame.file.rsplit('/').next().unwrap_or_default();
-        let place = if frame.function.is_some() && !file.is_empty() {
-            screen.paint(Style::Dim, &format!("  ({})", clean(file)))
-        } else {
-            String::new()
-        };
-        let _ = writeln!(text, "    {}{place}", clean(&frame.to_string()));
-    }
-    if stack.cut || stack.frames.len() > FRAMES {
-        text += "    ...\n";
-    }
+    text += &look::frames(&stack.frames, stack.cut, FRAMES, screen);
     text
 }
 
 /// What is not known for certain.
 fn remarks(report: &IdleReport, screen: Screen) -> String {
     let gaps = &report.gaps;
-    let mut lines = Vec::new();
-    let mut remark = |count: u64, what: &str| {
-        if count > 0 {
-            lines.push(format!("{count} {what}"));
-        }
-    };
-    remark(
+    let mut remarks = Remarks::default();
+    remarks.count(
         gaps.lost,
         "changes of threads were lost: states are right again after, not meanwhile",
     );
-    remark(gaps.stackless, "stacks were lost");
-    remark(
+    remarks.count(gaps.stackless, "stacks were lost");
+    remarks.count(
         gaps.crowded,
         "changes of threads are not followed: there are too many threads",
     );
-    remark(
+    remarks.count(
         gaps.processes,
         "processes are not followed: there are too many, or their number was used before",
     );
-    remark(
+    remarks.count(
         gaps.uncounted_usec / 1_000_000,
         "s of thread time are on no stack: the use of the GPU was not told, or there are too many stacks",
     );
     if let Some(why) = &gaps.no_samples {
-        lines.push(format!("no stacks of running threads: {}", clean(why)));
+        remarks.say(format!("no stacks of running threads: {}", clean(why)));
     }
-    let names = |files: &[String]| clean(&files.join(", "));
-    if !gaps.unnamed.is_empty() {
-        lines.push(format!(
-            "functions are not named by {}",
-            names(&gaps.unnamed)
-        ));
-    }
-    if !gaps.too_large.is_empty() {
-        lines.push(format!(
-            "too large to follow stacks through: {}",
-            names(&gaps.too_large)
-        ));
-    }
-    let mut text = String::new();
-    for line in &lines {
-        let _ = writeln!(text, "{}", screen.paint(Style::Warn, line));
-    }
-    text
+    remarks.stacks(&gaps.unnamed, &gaps.too_large);
+    remarks.shown(screen)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use gpuquota_enforcer::{
 use crate::{
     args::LeaksArgs,
     error::Error,
-    look,
+    look::{self, Remarks},
     output::{self, Align, Screen, Style, Table, clean, counted, size},
 };
 
@@ -133,68 +133,36 @@ fn row(at: usize, site: &LeakSite) -> [(String, Style); 9] {
 
 fn stack(at: usize, site: &LeakSite, screen: Screen) -> String {
     let mut text = format!("\n#{at} {}\n", screen.paint(Style::Bold, &site.call));
-    for frame in site.frames.iter().take(FRAMES) {
-        let file = frame.file.rsplit('/').next().unwrap_or_default();
-        let place = if frame.function.is_some() && !file.is_empty() {
-            screen.paint(Style::Dim, &format!("  ({})", clean(file)))
-        } else {
-            String::new()
-        };
-        let _ = writeln!(text, "    {}{place}", clean(&frame.to_string()));
-    }
-    if site.cut || site.frames.len() > FRAMES {
-        text += "    ...\n";
-    }
+    text += &look::frames(&site.frames, site.cut, FRAMES, screen);
     text
 }
 
 /// What is not known for certain.
 fn remarks(report: &LeakReport, screen: Screen) -> String {
     let gaps = &report.gaps;
-    let mut lines = Vec::new();
-    let mut remark = |count: u64, what: &str| {
-        if count > 0 {
-            lines.push(format!("{count} {what}"));
-        }
-    };
-    remark(
+    let mut remarks = Remarks::default();
+    remarks.count(
         gaps.lost,
         "calls were lost: what is told to be live may have been given back",
     );
-    remark(
+    remarks.count(
         gaps.overflowed,
         "allocations are not followed: there are too many at once",
     );
-    remark(
+    remarks.count(
         gaps.crowded,
         "allocations are of call sites that are not told apart: there are too many",
     );
-    remark(
+    remarks.count(
         gaps.contexts_ended,
         "contexts ended: what was obtained in them is gone, and may be told to be live",
     );
-    remark(
+    remarks.count(
         gaps.older_frees,
         "times memory was given back that was obtained before this look",
     );
-    let names = |files: &[String]| clean(&files.join(", "));
-    if !gaps.unnamed.is_empty() {
-        lines.push(format!(
-            "functions are not named by {}",
-            names(&gaps.unnamed)
-        ));
-    }
-    if !gaps.too_large.is_empty() {
-        lines.push(format!(
-            "too large to follow stacks through: {}",
-            names(&gaps.too_large)
-        ));
-    }
-    let mut text = String::new();
-    for line in &lines {
-        let _ = writeln!(text, "{}", screen.paint(Style::Warn, line));
-    }
-    text
+    remarks.stacks(&gaps.unnamed, &gaps.too_large);
+    remarks.shown(screen)
 }
 
 #[expect(

@@ -4,13 +4,13 @@ use std::{fmt::Write as _, time::Duration};
 
 use gpuquota_enforcer::{
     client::{Client, looks::Kind},
-    control::leaks::Target,
+    control::leaks::{LeakFrame, Target},
 };
 
 use crate::{
     args::LookArgs,
     error::Error,
-    output::{self, clean},
+    output::{self, Screen, Style, clean},
 };
 
 /// What a verb says of its looks.
@@ -75,4 +75,62 @@ fn list(targets: &[Target], json: bool, none: &str) -> Result<(), Error> {
         let _ = writeln!(lines, "{}", clean(&target.to_string()));
     }
     output::print(&lines)
+}
+
+/// The first frames of a stack, a line each. `cut` says that there are more than are known.
+pub fn frames(frames: &[LeakFrame], cut: bool, most: usize, screen: Screen) -> String {
+    let mut text = String::new();
+    for frame in frames.iter().take(most) {
+        let file = frame.file.rsplit('/').next().unwrap_or_default();
+        let place = if frame.function.is_some() && !file.is_empty() {
+            screen.paint(Style::Dim, &format!("  ({})", clean(file)))
+        } else {
+            String::new()
+        };
+        let _ = writeln!(text, "    {}{place}", clean(&frame.to_string()));
+    }
+    if cut || frames.len() > most {
+        text += "    ...\n";
+    }
+    text
+}
+
+/// What is not known for certain of what a look has found.
+#[derive(Default)]
+pub struct Remarks(Vec<String>);
+
+impl Remarks {
+    /// So many of something, if there are any.
+    pub fn count(&mut self, count: u64, what: &str) {
+        if count > 0 {
+            self.say(format!("{count} {what}"));
+        }
+    }
+
+    /// Files of which something holds, if there are any.
+    pub fn files(&mut self, what: &str, files: &[String]) {
+        if !files.is_empty() {
+            self.say(format!("{what} {}", clean(&files.join(", "))));
+        }
+    }
+
+    /// Files whose frames are not all there or not named.
+    pub fn stacks(&mut self, unnamed: &[String], too_large: &[String]) {
+        self.files("functions are not named by", unnamed);
+        self.files("too large to follow stacks through:", too_large);
+    }
+
+    /// Anything else.
+    pub fn say(&mut self, line: String) {
+        self.0.push(line);
+    }
+
+    /// A line each.
+    pub fn shown(&self, screen: Screen) -> String {
+        let mut text = String::new();
+        for line in &self.0 {
+            let _ = writeln!(text, "{}", screen.paint(Style::Warn, line));
+        }
+        text
+    }
 }
