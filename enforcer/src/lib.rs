@@ -35,3 +35,4 @@ pub mod stir;
 pub mod telemetry;
 pub mod tenancy;
 pub mod time;
+pub mod watchdog;

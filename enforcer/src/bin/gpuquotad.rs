@@ -17,7 +17,7 @@ use gpuquota_enforcer::{
     kernel::{PinDir, launch::Record},
     launch, metrics,
     notify::listener::ListenerSocket,
-    time,
+    time, watchdog,
 };
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
@@ -203,6 +203,9 @@ async fn serve(config: Config) -> anyhow::Result<()> {
     // Only now: policy in the maps, hooks attached, sockets open.
     sd_notify(&[sd_notify::NotifyState::Ready]);
     info!("ready");
+    if let Some(limit) = sd_notify::watchdog_enabled() {
+        tokio::spawn(watchdog::follow(Arc::clone(&enforcer), limit));
+    }
     loop {
         tokio::select! {
             _ = terminate.recv() => break,

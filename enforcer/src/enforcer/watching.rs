@@ -23,7 +23,7 @@ use tracing::{debug, error, warn};
 
 use super::{Enforcer, EnforcerError, monotonic_ns, system};
 use crate::{
-    control::Notice,
+    control::{Control as _, Notice},
     launch::attach,
     lifecycle::{self, Fate, Reaper, Roll},
     stir::CALM_PAUSE,
@@ -83,6 +83,19 @@ impl Enforcer {
             events: Some(events),
             launches,
         })
+    }
+
+    /// Whether the event thread has gone round within this time. Returns when a question about a tenant has been answered.
+    pub fn is_well(&self, patience: Duration) -> bool {
+        let name = self.read().policy.tenants.keys().next().cloned();
+        if let Some(name) = name {
+            // Also that it has just left the policy is an answer.
+            let _ = self.tenant(&name);
+        }
+        let patience = u64::try_from(patience.as_nanos()).unwrap_or(u64::MAX);
+        self.kernel
+            .settings()
+            .is_ok_and(|settings| monotonic_ns().saturating_sub(settings.heartbeat_ns) < patience)
     }
 
     fn serve_events(self: &Arc<Self>, mut ring: RingBuf<MapData>, reaper: &Reaper) {

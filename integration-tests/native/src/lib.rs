@@ -47,6 +47,8 @@ pub struct Bed {
     hierarchy: Hierarchy,
     name: String,
     binaries: PathBuf,
+    /// For the daemon, beside that of the GPUs.
+    environment: Vec<(String, String)>,
     runtime: tokio::runtime::Runtime,
 }
 
@@ -74,6 +76,7 @@ impl Bed {
             hierarchy: Hierarchy::open(None).expect("cgroup v2"),
             name: format!("gqbed-{}-{number}.slice", std::process::id()),
             binaries,
+            environment: Vec::new(),
             runtime: tokio::runtime::Builder::new_current_thread()
                 .enable_all()
                 .build()
@@ -215,6 +218,11 @@ impl Bed {
         Actor::start(command)
     }
 
+    /// A variable in the environment of daemons that are started from now on.
+    pub fn set_environment(&mut self, name: &str, value: impl Into<String>) {
+        self.environment.push((name.into(), value.into()));
+    }
+
     fn daemon_command(&self) -> Command {
         let mut command = self.command("gpuquotad");
         let log = fs::OpenOptions::new()
@@ -225,6 +233,7 @@ impl Bed {
         command
             .arg("--config")
             .arg(self.scratch("gpuquota.toml"))
+            .envs(self.environment.iter().cloned())
             .stdin(Stdio::null())
             .stderr(log);
         command

@@ -1,6 +1,8 @@
 //! Charges go when what they are for goes, whatever way that is; and nobody depends on the daemon's life.
 
 use std::{
+    fs,
+    os::unix::net::UnixDatagram,
     thread,
     time::{Duration, Instant},
 };
@@ -347,4 +349,71 @@ fn a_second_daemon_for_the_same_driver_does_not_start() {
     // The first one goes on, and nothing of the second is left.
     let mut actor = bed.actor("a");
     assert!(actor.tell("alloc 64MiB").starts_with("allocated"));
+}
+
+/// One thread of a process that stands still as long as this lives, as one does that waits for a lock for ever.
+struct Halted(i32);
+
+impl Halted {
+    fn new(process: u32, name: &str) -> Self {
+        let tid: i32 = fs::read_dir(format!("/proc/{process}/task"))
+            .expect("threads")
+            .flatten()
+            .find(|task| {
+                fs::read_to_string(task.path().join("comm")).is_ok_and(|comm| comm.trim() == name)
+            })
+            .and_then(|task| task.file_name().to_str()?.parse().ok())
+            .expect("a thread of that name");
+        for request in [libc::PTRACE_SEIZE, libc::PTRACE_INTERRUPT] {
+            // SAFETY: a request about our own child's thread that touches no memory.
+            let done = unsafe { libc::ptrace(request, tid, 0, 0) };
+            assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
+        }
+        let mut status = 0;
+        // SAFETY: waits for that thread to stand still.
+        unsafe { libc::waitpid(tid, &raw mut status, libc::__WALL) };
+        Self(tid)
+    }
+}
+
+impl Drop for Halted {
+    fn drop(&mut self) {
+        // SAFETY: lets go of the thread, which goes on.
+        unsafe { libc::ptrace(libc::PTRACE_DETACH, self.0, 0, 0) };
+    }
+}
+
+#[test]
+fn a_daemon_whose_thread_hangs_gives_no_sign_of_life() {
+    let mut bed = Bed::new(ONE);
+    let path = bed.sim.scratch().join("notify.sock");
+    let systemd = UnixDatagram::bind(&path).expect("a socket");
+    bed.signal_daemon(libc::SIGTERM);
+    bed.set_environment("NOTIFY_SOCKET", path.to_str().expect("a path"));
+    bed.set_environment("WATCHDOG_USEC", "8000000");
+    bed.start();
+    let sign_within = |patience: Duration| {
+        systemd.set_read_timeout(Some(patience)).expect("a timeout");
+        let mut text = [0; 256];
+        loop {
+            match systemd.recv(&mut text) {
+                Ok(length) if text[..length].starts_with(b"WATCHDOG=1") => return true,
+                Ok(_) => {}
+                Err(_) => return false,
+            }
+        }
+    };
+    for _ in 0..3 {
+        assert!(sign_within(Duration::from_secs(8)), "{}", bed.log());
+    }
+    let halted = Halted::new(bed.daemon_pid(), "events");
+    // What is on its way, and until the last round is too old.
+    let end = Instant::now() + Duration::from_secs(7);
+    while Instant::now() < end {
+        sign_within(Duration::from_millis(500));
+    }
+    assert!(!sign_within(Duration::from_secs(5)));
+    drop(halted);
+    assert!(sign_within(Duration::from_secs(8)), "{}", bed.log());
+    assert_eq!(bed.tenant("a").name, "a");
 }
