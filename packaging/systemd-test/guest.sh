@@ -107,6 +107,10 @@ check "the quota is what it was" refused workload again alloc 3GiB
 systemctl stop prober.service
 check "nobody got past it meanwhile" test ! -e /tmp/got-past
 check "a killed daemon comes back" bash -c "$(declare -f wait_for); systemctl kill -s KILL gpuquotad.service; sleep 2; wait_for systemctl is-active gpuquotad.service"
+pid=$(systemctl show -p MainPID --value gpuquotad.service)
+systemctl kill -s STOP gpuquotad.service
+another() { ! [[ "$(systemctl show -p MainPID --value gpuquotad.service)" =~ ^(0|$1)$ ]]; }
+check "one that stands still is ended, and another comes" bash -c "$(declare -f wait_for another); wait_for another $pid && wait_for systemctl is-active gpuquotad.service"
 check "and the charge with it" bash -c "$(declare -f used wait_for); wait_for gpuquotactl list && [ \"\$(used)\" -ge $held ]"
 
 if [ -e $here/capabilities ]; then
