@@ -92,11 +92,24 @@ fn lockdown() -> Finding {
 
 fn cgroups() -> Finding {
     match crate::cgroup::Hierarchy::open(None) {
-        Ok(hierarchy) => finding(
-            "cgroup v2",
-            Verdict::Ok,
-            format!("mounted at {}", hierarchy.root().display()),
-        ),
+        Ok(hierarchy) => {
+            let root = hierarchy.root().display();
+            match hierarchy.finds_by_id() {
+                Ok(()) => finding(
+                    "cgroup v2",
+                    Verdict::Ok,
+                    format!("mounted at {root}; cgroups are found by their ids"),
+                ),
+                Err(error) => finding(
+                    "cgroup v2",
+                    Verdict::Warning,
+                    format!(
+                        "mounted at {root}; a new cgroup is found by looking at all of them, later the more there are: \
+                         open_by_handle_at: {error}"
+                    ),
+                ),
+            }
+        }
         Err(error) => finding("cgroup v2", Verdict::Error, error.to_string()),
     }
 }

@@ -189,6 +189,7 @@ TOML
             "$(yes_or_no grep -q 'launch-pacer.*FF' <(ps -L -o comm=,cls= -p "$(systemctl show -p MainPID --value gpuquotad.service)"))"
         gpuquotactl doctor >/tmp/doctor.log 2>&1
         should "GPU faults heard of by the kernel's log" yes "$(yes_or_no grep -q 'heard of by kernel-log' /tmp/doctor.log)"
+        should "cgroups found by their ids" yes "$(yes_or_no grep -q 'found by their ids' /tmp/doctor.log)"
         should "backend rewrite" yes "$(yes_or_no grep -Eq '^ *rewrite +(active|available)' /tmp/doctor.log)"
     }
     say_lost() { printf '      %s\n' "${lost[@]}"; }
