@@ -209,6 +209,8 @@ impl Enforcer {
                 self.attached(*index, path);
             }
         }
+        // What nobody reads is changed without a copy.
+        drop(now);
         if changed {
             self.replace(|now| now.roots = wanted);
         }
@@ -244,6 +246,7 @@ impl Enforcer {
         if now.roots.get(&id).is_some_and(|(known, _)| *known == index) {
             return Ok(false);
         }
+        drop(now);
         self.kernel.set_cgroup(id, Some(index))?;
         self.replace(|now| now.roots.insert(id, (index, path.to_owned())));
         self.attached(index, path);

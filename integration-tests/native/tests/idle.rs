@@ -108,7 +108,6 @@ fn seen(bed: &Bed, actor: &mut Actor, order: &str) -> IdleReport {
         about(time, share.known_usec) && about(idle, share.idle_usec),
         "{share:#?}"
     );
-    assert_eq!(report.gaps.lost, 0, "{:?}", report.gaps);
     assert_eq!(report.gaps.no_samples, None);
     report
 }
@@ -127,6 +126,7 @@ fn each_way_to_leave_a_gpu_idle_is_named() {
         ("spin 10", State::Running, "prepare_batch"),
     ] {
         let report = seen(&bed, &mut actor, order);
+        assert_eq!(report.gaps.lost, 0, "{:?}", report.gaps);
         let share = share(&report, pid);
         let (mut least, mut estimate) = part(share, state);
         let mut waited = share.states[state.index()].idle_usec;
@@ -157,6 +157,7 @@ fn who_switches_all_the_time_is_followed_as_far_as_the_budget_goes() {
     let bed = Bed::new("[tenant.a]\ncgroup = \"@/a.slice\"\ninsight.budget = \"2%\"\n");
     let mut actor = client(&bed, "a");
     let pid = actor.workload_pid();
+    // So many changes that a busy host may lose some, which is told and leaves the rest as it is.
     let report = seen(&bed, &mut actor, "hand 40");
     let process = report
         .processes
