@@ -39,6 +39,10 @@ const YOUNG: Duration = Duration::from_secs(1);
 /// ... and meanwhile it is looked for this often.
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
+/// So many events are served before everything else has its turn again: a tenant that makes events without end keeps the daemon
+/// neither from giving signs of life nor from sweeping.
+const BATCH: usize = 4096;
+
 /// A sweep is followed by a pause of at least so many times the CPU time that it took, [`CALM_PAUSE`] at most: with thousands of
 /// processes that is a good part of a second.
 const SWEEP_REST: u32 = 20;
@@ -132,7 +136,8 @@ impl Enforcer {
             let patience = PollTimeout::try_from(patience).unwrap_or(PollTimeout::ZERO);
             // An interrupted wait only means an early look.
             let _ = poll(&mut fds, patience);
-            while let Some(item) = ring.next() {
+            for _ in 0..BATCH {
+                let Some(item) = ring.next() else { break };
                 if let Some(event) = read_event(&item) {
                     self.handle(&event, reaper, &mut young);
                 } else {
@@ -146,7 +151,9 @@ impl Enforcer {
                 self.stir.news();
             }
             let now_lost = self.lost_events();
-            if now_lost != lost || last_sweep.elapsed() >= self.stir.interval(reconcile).max(rest) {
+            let since = last_sweep.elapsed();
+            let is_due = now_lost != lost || since >= self.stir.interval(reconcile);
+            if is_due && since >= rest {
                 let begun = thread_cpu();
                 if now_lost != lost {
                     warn!(

@@ -2,11 +2,20 @@
 
 use std::{
     fs,
-    os::unix::net::UnixDatagram,
+    io::Write as _,
+    os::{
+        fd::AsRawFd as _,
+        unix::{net::UnixDatagram, process::CommandExt as _},
+    },
+    process::Command,
     thread,
     time::{Duration, Instant},
 };
 
+use gpuquota_common::{
+    map::counter,
+    nvidia::{IoctlCmd, ctrl, nr, nvos54},
+};
 use gpuquota_native_tests::{Actor, Bed};
 
 const GIB: u64 = 1 << 30;
@@ -383,37 +392,138 @@ impl Drop for Halted {
     }
 }
 
+/// Where systemd would listen; and the daemon started again with its watchdog.
+struct Watchdog(UnixDatagram);
+
+impl Watchdog {
+    fn of(bed: &mut Bed, limit: Duration) -> Self {
+        let path = bed.sim.scratch().join("notify.sock");
+        let socket = UnixDatagram::bind(&path).expect("a socket");
+        bed.signal_daemon(libc::SIGTERM);
+        bed.set_environment("NOTIFY_SOCKET", path.to_str().expect("a path"));
+        bed.set_environment("WATCHDOG_USEC", limit.as_micros().to_string());
+        bed.start();
+        Self(socket)
+    }
+
+    fn sign_within(&self, patience: Duration) -> bool {
+        let end = Instant::now() + patience;
+        let mut text = [0; 256];
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let timeout = left.max(Duration::from_millis(1));
+            self.0.set_read_timeout(Some(timeout)).expect("a timeout");
+            match self.0.recv(&mut text) {
+                Ok(length) if text[..length].starts_with(b"WATCHDOG=1") => return true,
+                Ok(_) if !left.is_zero() => {}
+                _ => return false,
+            }
+        }
+    }
+}
+
 #[test]
 fn a_daemon_whose_thread_hangs_gives_no_sign_of_life() {
     let mut bed = Bed::new(ONE);
-    let path = bed.sim.scratch().join("notify.sock");
-    let systemd = UnixDatagram::bind(&path).expect("a socket");
-    bed.signal_daemon(libc::SIGTERM);
-    bed.set_environment("NOTIFY_SOCKET", path.to_str().expect("a path"));
-    bed.set_environment("WATCHDOG_USEC", "8000000");
-    bed.start();
-    let sign_within = |patience: Duration| {
-        systemd.set_read_timeout(Some(patience)).expect("a timeout");
-        let mut text = [0; 256];
-        loop {
-            match systemd.recv(&mut text) {
-                Ok(length) if text[..length].starts_with(b"WATCHDOG=1") => return true,
-                Ok(_) => {}
-                Err(_) => return false,
-            }
-        }
-    };
+    let watchdog = Watchdog::of(&mut bed, Duration::from_secs(8));
     for _ in 0..3 {
-        assert!(sign_within(Duration::from_secs(8)), "{}", bed.log());
+        assert!(
+            watchdog.sign_within(Duration::from_secs(8)),
+            "{}",
+            bed.log()
+        );
     }
     let halted = Halted::new(bed.daemon_pid(), "events");
     // What is on its way, and until the last round is too old.
     let end = Instant::now() + Duration::from_secs(7);
     while Instant::now() < end {
-        sign_within(Duration::from_millis(500));
+        watchdog.sign_within(Duration::from_millis(500));
     }
-    assert!(!sign_within(Duration::from_secs(5)));
+    assert!(!watchdog.sign_within(Duration::from_secs(5)));
     drop(halted);
-    assert!(sign_within(Duration::from_secs(8)), "{}", bed.log());
+    assert!(
+        watchdog.sign_within(Duration::from_secs(8)),
+        "{}",
+        bed.log()
+    );
     assert_eq!(bed.tenant("a").name, "a");
+}
+
+/// A process in a cgroup that makes one driver call after the other until it is killed, each of which the daemon is told of.
+fn flood(bed: &Bed, cgroup: &str) -> thread::JoinHandle<()> {
+    let folder = bed
+        .hierarchy()
+        .folder(&bed.cgroup(cgroup))
+        .expect("a cgroup");
+    let procs = fs::OpenOptions::new()
+        .write(true)
+        .open(folder.join("cgroup.procs"))
+        .expect("a cgroup");
+    let control = fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(bed.sim.devices().join("nvidiactl"))
+        .expect("the simulated driver");
+    let command = IoctlCmd {
+        nr: nr::RM_CONTROL,
+        size: nvos54::SIZE,
+    };
+    let mut call = [0u8; nvos54::SIZE as usize];
+    call[nvos54::CMD..nvos54::CMD + 4].copy_from_slice(&ctrl::FIFO_DISABLE_CHANNELS.to_ne_bytes());
+    let mut flooder = Command::new("/bin/true");
+    let endless = move || {
+        // 0 is whoever writes it.
+        (&procs).write_all(b"0")?;
+        loop {
+            // SAFETY: the argument is as long as the command says.
+            unsafe {
+                libc::ioctl(
+                    control.as_raw_fd(),
+                    libc::Ioctl::from(command.to_raw()),
+                    call.as_mut_ptr(),
+                );
+            }
+        }
+    };
+    // SAFETY: the child makes nothing but system calls until it is killed.
+    unsafe { flooder.pre_exec(endless) };
+    // Spawning returns once the child is gone.
+    thread::spawn(move || drop(flooder.spawn()))
+}
+
+#[test]
+fn a_flood_of_events_keeps_the_daemon_from_nothing() {
+    let mut bed = Bed::new(&format!(
+        "{ONE}[tenant.b]\ncgroup = \"@/b.slice\"\nmemory.max = \"3GiB\"\n"
+    ));
+    let watchdog = Watchdog::of(&mut bed, Duration::from_secs(8));
+    let mut actor = bed.actor("a");
+    assert!(actor.tell("alloc 1GiB").starts_with("allocated"));
+    bed.hierarchy()
+        .create(&bed.cgroup("/b.slice"))
+        .expect("a cgroup");
+    let floods = [flood(&bed, "/b.slice"), flood(&bed, "/b.slice")];
+    let end = Instant::now() + Duration::from_secs(10);
+    while Instant::now() < end {
+        assert!(
+            watchdog.sign_within(Duration::from_secs(8)),
+            "{}",
+            bed.log()
+        );
+        assert_eq!(bed.tenant("b").name, "b");
+    }
+    let events = bed.counter(counter::OWN_CONTROLS);
+    assert!(events > 20_000, "only {events} events");
+    // Who dies meanwhile is given back, and who comes is governed.
+    actor.kill_workload();
+    assert_eq!(bed.wait_usage("a", 0, |used| used == 0), 0);
+    let mut late = bed.actor("a");
+    assert!(late.tell("alloc 4GiB").starts_with("out of memory"));
+    for pid in bed.hierarchy().processes(&bed.cgroup("/b.slice")) {
+        // SAFETY: a signal to one of the two.
+        unsafe { libc::kill(pid.cast_signed(), libc::SIGKILL) };
+    }
+    for flood in floods {
+        flood.join().expect("killed");
+    }
 }
