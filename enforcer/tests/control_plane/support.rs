@@ -567,6 +567,13 @@ fn tenants() -> Vec<Tenant> {
             memory_used: 12 * GIB,
         },
     ];
+    on_zero.memory = TenantMemory {
+        host_used: GIB / 4,
+        host_peak: GIB,
+        context: 24 << 20,
+        managed: 2 * GIB,
+        ..TenantMemory::default()
+    };
     vec![
         Tenant {
             name: "lab".into(),

@@ -273,7 +273,7 @@ fn memory_text(tenant: &Tenant, screen: Screen) -> Option<String> {
         let full = memory.host_max.is_some_and(|max| memory.host_used >= max);
         table.row([
             (gpu.gpu.to_string(), Style::Plain),
-            (limit(Some(memory.min).filter(|min| *min > 0)), Style::Plain),
+            (size(memory.min), Style::Plain),
             (size(memory.context), Style::Plain),
             (size(memory.managed), Style::Plain),
             (
