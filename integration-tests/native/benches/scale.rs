@@ -9,8 +9,6 @@
 use std::{
     fmt::Write as _,
     fs::{self, File, OpenOptions},
-    io::{Read as _, Write as _},
-    net::TcpStream,
     process::{Child, Command, Stdio},
     thread,
     time::{Duration, Instant},
@@ -123,12 +121,7 @@ fn daemon(gpus: u32, tenants: u32) -> (Bed, String) {
 
 fn scrape(address: &str) -> (Duration, String) {
     let begun = Instant::now();
-    let mut stream = TcpStream::connect(address).expect("metrics");
-    stream
-        .write_all(b"GET /metrics HTTP/1.0\r\n\r\n")
-        .expect("written");
-    let mut text = String::new();
-    stream.read_to_string(&mut text).expect("an answer");
+    let text = gpuquota_native_tests::scrape(address);
     (begun.elapsed(), text)
 }
 

@@ -11,7 +11,8 @@ pub mod look;
 
 use std::{
     fs,
-    io::{BufRead as _, BufReader, Write as _},
+    io::{BufRead as _, BufReader, Read as _, Write as _},
+    net::TcpStream,
     path::{Path, PathBuf},
     process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Output, Stdio},
     sync::atomic::{AtomicU32, Ordering},
@@ -645,6 +646,17 @@ pub fn median(group: &str, name: &str) -> Option<f64> {
     let text = fs::read_to_string(path).ok()?;
     let estimates: serde_json::Value = serde_json::from_str(&text).ok()?;
     estimates["median"]["point_estimate"].as_f64()
+}
+
+/// What a daemon's metrics endpoint answers, head and all.
+pub fn scrape(address: &str) -> String {
+    let mut stream = TcpStream::connect(address).expect("the endpoint");
+    stream
+        .write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        .expect("written");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("UTF-8");
+    answer
 }
 
 /// A tool that `scripts/setup.sh` has unpacked beside this build, or that the host has.

@@ -2,8 +2,6 @@
 
 use std::{
     fs,
-    io::{Read as _, Write as _},
-    net::TcpStream,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -227,11 +225,7 @@ fn questions_changes_and_looks_do_not_keep_each_other_waiting() {
     }));
     askers.push(thread::spawn(move || {
         while scrape() {
-            let mut stream = TcpStream::connect(&metrics).expect("the metrics");
-            let request = "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
-            stream.write_all(request.as_bytes()).expect("asked");
-            let mut text = String::new();
-            stream.read_to_string(&mut text).expect("answered");
+            gpuquota_native_tests::scrape(&metrics);
         }
     }));
     let mut last = (0, Instant::now());

@@ -1,8 +1,6 @@
 //! The energy of tenants, of nobody and of others adds up to the board's.
 
 use std::{
-    io::{Read as _, Write as _},
-    net::TcpStream,
     thread,
     time::{Duration, Instant},
 };
@@ -11,12 +9,7 @@ use gpuquota_native_tests::{Bed, PATIENCE};
 
 /// Joules of the board, and of everybody who is told apart, on GPU 0.
 fn scrape(address: &str) -> (f64, f64) {
-    let mut stream = TcpStream::connect(address).expect("the endpoint");
-    stream
-        .write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        .expect("written");
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).expect("UTF-8");
+    let answer = gpuquota_native_tests::scrape(address);
     let (mut board, mut parts) = (0.0, 0.0);
     for line in answer.lines().filter(|line| line.contains("gpu=\"0\"")) {
         let Some((name, value)) = line.rsplit_once(' ') else {

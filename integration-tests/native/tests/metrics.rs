@@ -7,8 +7,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    io::{Read as _, Write as _},
-    net::TcpStream,
+    io::Write as _,
     process::{Command, Stdio},
     thread,
     time::Duration,
@@ -31,12 +30,7 @@ fn bed() -> (Bed, String) {
 fn scrape(address: &str) -> String {
     // Scrapes in quick succession get the same answer.
     thread::sleep(Duration::from_millis(250));
-    let mut stream = TcpStream::connect(address).expect("the endpoint");
-    stream
-        .write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        .expect("written");
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).expect("UTF-8");
+    let answer = gpuquota_native_tests::scrape(address);
     let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
     assert!(head.starts_with("HTTP/1.1 200 OK"), "{head}");
     assert!(

@@ -2,8 +2,6 @@
 //! more than they may, and nothing is left in the process when nobody looks.
 
 use std::{
-    io::{Read as _, Write as _},
-    net::TcpStream,
     process::{Child, Stdio},
     thread,
     time::{Duration, Instant},
@@ -100,12 +98,7 @@ impl Monitor {
 fn anomalies(address: &str, tenant: &str) -> String {
     // Scrapes in quick succession get the same answer.
     thread::sleep(Duration::from_millis(250));
-    let mut stream = TcpStream::connect(address).expect("the endpoint");
-    stream
-        .write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        .expect("written");
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).expect("UTF-8");
+    let answer = gpuquota_native_tests::scrape(address);
     let wanted = format!("gpuquota_tenant_anomalies_total{{tenant=\"{tenant}\"}} ");
     answer
         .lines()
