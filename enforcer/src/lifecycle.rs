@@ -90,16 +90,21 @@ pub fn subtree(objects: &BTreeMap<ObjectKey, Object>, top: ObjectKey) -> Vec<Obj
         .collect()
 }
 
-/// Whether what an object hangs below is gone: then it was freed with it.
-pub fn has_fallen(key: ObjectKey, object: &Object, is_there: impl Fn(ObjectKey) -> bool) -> bool {
-    let above = |handle| ObjectKey {
-        client: key.client,
-        handle,
-    };
-    key.client != ORPHAN_CLIENT
-        && !is_context(key.client)
-        && object.kind != kind::CLIENT
-        && !(is_there(above(object.parent)) && is_there(above(key.client)))
+/// What objects hang below although it is not there any more: they were freed with it.
+pub fn gone(objects: &BTreeMap<ObjectKey, Object>) -> BTreeSet<ObjectKey> {
+    objects
+        .iter()
+        .filter(|(key, object)| {
+            key.client != ORPHAN_CLIENT && !is_context(key.client) && object.kind != kind::CLIENT
+        })
+        .flat_map(|(key, object)| {
+            [object.parent, key.client].map(|handle| ObjectKey {
+                client: key.client,
+                handle,
+            })
+        })
+        .filter(|above| !objects.contains_key(above))
+        .collect()
 }
 
 /// What becomes of the clients in which processes that are gone have made something.
@@ -647,34 +652,31 @@ mod tests {
 
     #[test]
     fn what_hangs_below_something_gone_has_fallen() {
-        let fallen = |objects: &BTreeMap<ObjectKey, Object>| -> Vec<ObjectKey> {
-            objects
-                .iter()
-                .filter(|(key, object)| {
-                    has_fallen(**key, object, |above| objects.contains_key(&above))
-                })
-                .map(|(key, _)| *key)
+        let fallen = |objects: &BTreeMap<ObjectKey, Object>| -> BTreeSet<ObjectKey> {
+            gone(objects)
+                .into_iter()
+                .flat_map(|top| subtree(objects, top))
                 .collect()
         };
         let mut objects = tree();
-        assert_eq!(fallen(&objects), []);
+        assert_eq!(gone(&objects), BTreeSet::new());
         objects.remove(&key(2));
-        // What hangs below these falls with them.
-        assert_eq!(fallen(&objects), [key(3), key(4)]);
+        assert_eq!(gone(&objects), BTreeSet::from([key(2)]));
+        // What hangs below those falls with them.
+        assert_eq!(fallen(&objects), BTreeSet::from([key(3), key(4), key(5)]));
         objects.remove(&key(CLIENT));
+        assert_eq!(gone(&objects), BTreeSet::from([key(2), key(CLIENT)]));
         assert_eq!(fallen(&objects).len(), objects.len());
         let orphan = ObjectKey {
             client: ORPHAN_CLIENT,
             handle: 9,
         };
         let of_context = gpuquota_common::map::context_key(10, 0);
-        assert_eq!(
-            fallen(&BTreeMap::from([
-                (orphan, object(kind::MEMORY, 2, 10)),
-                (of_context, object(kind::MEMORY, 2, 10)),
-            ])),
-            []
-        );
+        let apart = BTreeMap::from([
+            (orphan, object(kind::MEMORY, 2, 10)),
+            (of_context, object(kind::MEMORY, 2, 10)),
+        ]);
+        assert_eq!(gone(&apart), BTreeSet::new());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The threads behind an enforcer: events from the kernel, ends of processes, heartbeat and reconciliation.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     fs, io,
     os::fd::{AsFd as _, AsRawFd as _, BorrowedFd},
     sync::Arc,
@@ -13,8 +13,7 @@ use aya::maps::{MapData, RingBuf};
 use gpuquota_common::{
     event::{Event, kind},
     map::{
-        NO_TENANT, ORPHAN_CLIENT, Object, ObjectKey, RESERVATIONS, counter, kind as object_kind,
-        of_place,
+        NO_TENANT, ORPHAN_CLIENT, ObjectKey, RESERVATIONS, counter, kind as object_kind, of_place,
     },
     nvidia::uvm,
 };
@@ -402,24 +401,13 @@ impl Enforcer {
 
     /// After lost events: everything that they could have said.
     fn resync(&self) {
-        let objects: BTreeMap<ObjectKey, Object> = self.kernel.objects().collect();
-        for (key, object) in &objects {
-            if !lifecycle::has_fallen(*key, object, |above| objects.contains_key(&above)) {
-                continue;
-            }
+        let objects = self.kernel.objects().collect();
+        for top in lifecycle::gone(&objects) {
             // The list was read while calls went on, and may lack what has been made meanwhile.
-            let is_there = |above| self.kernel.object(above).is_some();
-            let fallen = self
-                .kernel
-                .object(*key)
-                .is_some_and(|object| lifecycle::has_fallen(*key, &object, is_there));
-            if !fallen {
-                continue;
-            }
-            for below in lifecycle::subtree(&objects, *key) {
-                if let Err(error) = self.kernel.release_object(below) {
-                    error!(%error, ?below, "could not be released");
-                }
+            if self.kernel.object(top).is_none()
+                && let Err(error) = lifecycle::release_subtree(&self.kernel, top)
+            {
+                error!(%error, ?top, "what hung below could not be released");
             }
         }
         if let Err(error) = self.find_cgroups().and_then(|_| self.reseat()) {
