@@ -32,7 +32,7 @@ pub mod open_files;
 pub mod policy_files;
 pub mod profile;
 pub mod stir;
+pub mod systemd;
 pub mod telemetry;
 pub mod tenancy;
 pub mod time;
-pub mod watchdog;

@@ -1,10 +1,12 @@
-//! Signs of life for systemd's watchdog, which ends a daemon that gives none and starts another. Limits hold meanwhile.
+//! What systemd is told: how it stands with the daemon, and signs of life for its watchdog, which ends a daemon that gives none and
+//! starts another. Limits hold meanwhile.
 //!
 //! The daemon is well if its event thread goes round and a question about a tenant is answered: between them they need most
 //! of what threads could keep from each other.
 
 use std::{sync::Arc, time::Duration};
 
+use sd_notify::NotifyState;
 use tokio::{
     task::{JoinHandle, spawn_blocking},
     time::{MissedTickBehavior, interval, timeout},
@@ -16,8 +18,15 @@ use crate::enforcer::Enforcer;
 /// So many signs of life are due in the time after which systemd ends the daemon.
 const SIGNS: u32 = 4;
 
+/// Tells systemd something. Without systemd there is nobody to tell.
+pub fn tell(state: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        warn!(%error, "systemd could not be told");
+    }
+}
+
 /// Gives signs of life as long as the daemon is well. `limit` is systemd's patience.
-pub async fn follow(enforcer: Arc<Enforcer>, limit: Duration) {
+pub async fn give_signs_of_life(enforcer: Arc<Enforcer>, limit: Duration) {
     let mut ticks = interval(limit / SIGNS);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     // Asked once until it is answered: threads that wait for ever would pile up.
@@ -36,9 +45,7 @@ pub async fn follow(enforcer: Arc<Enforcer>, limit: Duration) {
             false
         };
         if well {
-            if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Watchdog]) {
-                warn!(%error, "systemd could not be told");
-            }
+            tell(&[NotifyState::Watchdog]);
         } else if !silent {
             error!(
                 "the event thread stands still, or questions are not answered: no sign of life for systemd's watchdog"

@@ -17,8 +17,9 @@ use gpuquota_enforcer::{
     kernel::{PinDir, launch::Record},
     launch, metrics,
     notify::listener::ListenerSocket,
-    time, watchdog,
+    systemd, time,
 };
+use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
 use tracing_subscriber::{
@@ -201,20 +202,20 @@ async fn serve(config: Config) -> anyhow::Result<()> {
         None => None,
     };
     // Only now: policy in the maps, hooks attached, sockets open.
-    sd_notify(&[sd_notify::NotifyState::Ready]);
+    systemd::tell(&[NotifyState::Ready]);
     info!("ready");
     if let Some(limit) = sd_notify::watchdog_enabled() {
-        tokio::spawn(watchdog::follow(Arc::clone(&enforcer), limit));
+        tokio::spawn(systemd::give_signs_of_life(Arc::clone(&enforcer), limit));
     }
     loop {
         tokio::select! {
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
             _ = hangup.recv() => {
-                let reloading = sd_notify::NotifyState::monotonic_usec_now().ok();
-                sd_notify(&[sd_notify::NotifyState::Reloading]);
+                let reloading = NotifyState::monotonic_usec_now().ok();
+                systemd::tell(&[NotifyState::Reloading]);
                 if let Some(now) = reloading {
-                    sd_notify(&[now]);
+                    systemd::tell(&[now]);
                 }
                 let enforcer = Arc::clone(&enforcer);
                 let outcome = tokio::task::spawn_blocking(move || enforcer.reload_policy()).await;
@@ -223,21 +224,14 @@ async fn serve(config: Config) -> anyhow::Result<()> {
                     Ok(_) => {}
                     Err(error) => error!(%error, "reload"),
                 }
-                sd_notify(&[sd_notify::NotifyState::Ready]);
+                systemd::tell(&[NotifyState::Ready]);
             }
         }
     }
-    sd_notify(&[sd_notify::NotifyState::Stopping]);
+    systemd::tell(&[NotifyState::Stopping]);
     info!("stopping; limits of running commands are kept by their runners");
     drop((socket, metrics));
     server.shutdown().await;
     watch.stop();
     Ok(())
-}
-
-/// Without systemd there is nobody to tell.
-fn sd_notify(state: &[sd_notify::NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(state) {
-        warn!(%error, "systemd could not be told");
-    }
 }
