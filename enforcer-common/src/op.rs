@@ -12,7 +12,8 @@ pub const ARGS: usize = 12;
 pub const ADMIT: u64 = 1;
 /// Undo an admission whose call never came: `[CANCEL, thread]`.
 pub const CANCEL: u64 = 2;
-/// Release an object and forget it: `[RELEASE_OBJECT, client, handle]`.
+/// Release an object and forget it; if `born_ns` is not 0, only the one that was made then:
+/// `[RELEASE_OBJECT, client, handle, born_ns]`.
 pub const RELEASE_OBJECT: u64 = 3;
 /// Release what is left of an account and forget it: `[RELEASE_ACCOUNT, tgid, tenant, gpu]`.
 pub const RELEASE_ACCOUNT: u64 = 4;
@@ -43,6 +44,9 @@ pub mod above {
 /// Count and report that a thread may have no managed memory: `[REFUSE_MANAGED, thread, tenant, gpu, bytes]`.
 pub const REFUSE_MANAGED: u64 = 12;
 
+/// Settle the last call of a thread that waits in its next one, if its exit was not seen: `[SETTLE, thread, tgid]`.
+pub const SETTLE: u64 = 13;
+
 /// Whether the open file at a kernel address still is an open control file: `[IS_OPEN, address]`.
 pub const IS_OPEN: u64 = 8;
 /// Whether a descriptor of the caller is the open file at a kernel address: `[IS_FILE, fd, address]`.
@@ -64,4 +68,6 @@ pub mod result {
     pub const DENIED_AGAIN: u32 = 5;
     /// The budget does not allow it now; the caller is to try again.
     pub const WAIT: u32 = 6;
+    /// The last call of the thread is to be settled first.
+    pub const UNSETTLED: u32 = 7;
 }

@@ -182,8 +182,12 @@ fn settle(settings: &Settings, flight: &InFlight) {
         call::ALLOC_MEMORY => {
             let bytes = charge(settings, tgid, flight);
             remember(tgid, flight, key, bytes);
+            note_use(tgid, flight.fd, key.client);
         }
-        _ => remember(tgid, flight, key, 0),
+        _ => {
+            remember(tgid, flight, key, 0);
+            note_use(tgid, flight.fd, key.client);
+        }
     }
 }
 
@@ -357,7 +361,6 @@ pub fn remember(tgid: u32, flight: &InFlight, key: ObjectKey, bytes: u64) {
         count(counter::OBJECTS_FULL);
     }
     lists::link(key.client, key.handle);
-    note_use(tgid, flight.fd, key.client);
     if kind == kind::CHANNEL_GROUP {
         task::note_context(tgid, flight.gpu);
     }
@@ -377,11 +380,11 @@ pub fn remember(tgid: u32, flight: &InFlight, key: ObjectKey, bytes: u64) {
     }
 }
 
-/// Notes on a client that a process has made something in it, or itself: who that was, and through which file.
+/// Notes on a client that the current process has made something in it, or itself: who that was, and through which file.
 ///
 /// The driver takes a call on a client only through the client's own file, so the file of a call that succeeded is it.
 #[inline(always)]
-fn note_use(tgid: u32, fd: u32, client: u32) {
+pub fn note_use(tgid: u32, fd: u32, client: u32) {
     let key = ObjectKey {
         client,
         handle: client,

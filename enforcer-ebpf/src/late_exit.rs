@@ -2,13 +2,13 @@
 //! to `ioctl_exit`. Attached on preemptible kernels only; see `late_enter` for when they pass a program over.
 //!
 //! What the driver answered may not be there any more, since the thread may have used the memory for something else. So what
-//! was asked for stays charged until it is freed, and what was freed until its client or process ends.
+//! was asked for is charged, and what was freed stays charged, until the daemon has asked the driver whether it is there.
 //!
 //! Much less than `ioctl_exit` does: the kernel looks at each program in full before it takes it, and would at that one twice.
 
 use aya_ebpf::{macros::tracepoint, programs::TracePointContext};
 use gpuquota_common::{
-    map::{InFlight, ObjectKey, PLACES, Settings, call, counter, refusal},
+    map::{InFlight, ObjectKey, PLACES, call, counter, refusal},
     nvidia::class,
 };
 
@@ -36,23 +36,25 @@ pub fn late_exit(_ctx: TracePointContext) -> u32 {
     let Some(settings) = SETTINGS.get(0) else {
         return 0;
     };
-    count(counter::LATE_EXITS);
-    book(settings, flight);
+    let tgid = task::tgid();
+    if let Some(client) = book(settings.generation, tgid, flight) {
+        ioctl_exit::note_use(tgid, flight.fd, client);
+    }
     let _ = IN_FLIGHT.remove(thread);
     0
 }
 
-/// Books what may have happened: nothing is taken for refused or freed that may not be.
+/// Books what a call of process `tgid` may have done whose exit was not seen: nothing is taken for refused or freed that may not
+/// be. Returns the client in which there is something new.
 #[inline(always)]
-fn book(settings: &Settings, flight: &InFlight) {
-    let generation = settings.generation;
+pub fn book(generation: u64, tgid: u32, flight: &InFlight) -> Option<u32> {
+    count(counter::LATE_EXITS);
     let (tenant, gpu) = (flight.tenant, flight.gpu);
     let is_new = matches!(flight.call, call::ALLOC_OBJECT | call::ALLOC_MEMORY);
     if !is_new || flight.refusal != refusal::NONE {
         ledger::unreserve(generation, tenant, gpu, flight.reserved);
-        return;
+        return None;
     }
-    let tgid = task::tgid();
     let bytes = if flight.call == call::ALLOC_MEMORY && gpu < PLACES {
         let missing = flight.wanted.saturating_sub(flight.reserved);
         let _ = ledger::reserve(generation, tenant, gpu, missing, true);
@@ -62,11 +64,13 @@ fn book(settings: &Settings, flight: &InFlight) {
         0
     };
     // Where the driver has chosen the name, the memory goes with its process.
-    if flight.handle != 0 && !class::is_client(flight.class) {
-        let key = ObjectKey {
-            client: flight.client,
-            handle: flight.handle,
-        };
-        ioctl_exit::remember(tgid, flight, key, bytes);
+    if flight.handle == 0 || class::is_client(flight.class) {
+        return None;
     }
+    let key = ObjectKey {
+        client: flight.client,
+        handle: flight.handle,
+    };
+    ioctl_exit::remember(tgid, flight, key, bytes);
+    Some(key.client)
 }

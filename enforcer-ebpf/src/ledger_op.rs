@@ -17,7 +17,7 @@ use gpuquota_common::{
 };
 
 use crate::{
-    adopt, file,
+    adopt, file, late_exit,
     ledger::{self, Decision, Request, Reserved},
     lists, managed,
     maps::{IN_FLIGHT, OBJECTS, count, now, settings},
@@ -44,7 +44,8 @@ pub extern "C" fn ledger_op(ctx: *mut c_void) -> u32 {
             ctx.arg::<u64>(6) as u32,
         ),
         op::CANCEL => cancel(a as u32),
-        op::RELEASE_OBJECT => release_object(a as u32, b as u32),
+        op::SETTLE => settle(a as u32, b as u32),
+        op::RELEASE_OBJECT => release_object(a as u32, b as u32, c),
         op::RELEASE_ACCOUNT => release_account(a as u32, b as u32, c as u32),
         op::MOVE_OBJECT => move_object(
             ObjectKey {
@@ -128,8 +129,14 @@ fn admit(thread: u32, tenant: u32, gpu: u32, bytes: u64, arg: u64, cmd: u32) -> 
         return result::INVALID;
     }
     let generation = settings().generation;
-    // A supervisor that was replaced in mid-decision may have reserved before.
-    cancel(thread);
+    // SAFETY: the thread waits in its call; nobody else touches its entry.
+    if let Some(before) = unsafe { IN_FLIGHT.get(thread) } {
+        if before.call != 0 {
+            return result::UNSETTLED;
+        }
+        // A supervisor that was replaced in mid-decision may have reserved before.
+        cancel(thread);
+    }
     let request = Request {
         thread,
         tenant,
@@ -197,6 +204,22 @@ fn cancel(thread: u32) -> u32 {
         flight.gpu,
         flight.reserved,
     );
+    result::OK
+}
+
+/// Settles the last call of a thread, whose exit was not seen, for one that waits in its next call.
+#[inline(always)]
+fn settle(thread: u32, tgid: u32) -> u32 {
+    let Some(flight) = IN_FLIGHT.get_ptr_mut(thread) else {
+        return result::NOT_FOUND;
+    };
+    // SAFETY: the thread waits in its call; nobody else touches its entry.
+    let flight = unsafe { &*flight };
+    if flight.call == 0 {
+        return result::NOT_FOUND;
+    }
+    late_exit::book(settings().generation, tgid, flight);
+    let _ = IN_FLIGHT.remove(thread);
     result::OK
 }
 
@@ -306,9 +329,18 @@ fn charge_apart(
     result::OK
 }
 
+/// Releases an object; with a time of birth, only the one that was born then.
 #[inline(always)]
-fn release_object(client: u32, handle: u32) -> u32 {
-    match ledger::release(settings().generation, ObjectKey { client, handle }) {
+fn release_object(client: u32, handle: u32, born_ns: u64) -> u32 {
+    let key = ObjectKey { client, handle };
+    // SAFETY: a word of a map value that never changes.
+    if let Some(object) = unsafe { OBJECTS.get(key) }
+        && born_ns != 0
+        && object.born_ns != born_ns
+    {
+        return result::NOT_FOUND;
+    }
+    match ledger::release(settings().generation, key) {
         Some(_) => result::OK,
         None => result::NOT_FOUND,
     }

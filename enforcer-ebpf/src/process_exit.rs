@@ -7,7 +7,7 @@ use gpuquota_common::{
 };
 
 use crate::{
-    ledger,
+    late_exit, ledger,
     maps::{IN_FLIGHT, PROCESSES, daemon_alive, emit, settings},
     task,
 };
@@ -21,15 +21,21 @@ pub fn process_exit(_ctx: RawTracePointContext) -> i32 {
     let thread = task::thread();
     let tgid = task::tgid();
     let settings = settings();
-    // SAFETY: the entry is this thread's own; it is copied before it is removed.
-    if let Some(flight) = (unsafe { IN_FLIGHT.get(thread) }).copied() {
+    if let Some(flight) = IN_FLIGHT.get_ptr_mut(thread) {
+        // SAFETY: the entry is this thread's own, and stays until it is removed below.
+        let flight = unsafe { &*flight };
+        if flight.call == 0 {
+            ledger::unreserve(
+                settings.generation,
+                flight.tenant,
+                flight.gpu,
+                flight.reserved,
+            );
+        } else {
+            // A call that ends with its thread is at its exit before. This one was not seen there.
+            late_exit::book(settings.generation, tgid, flight);
+        }
         let _ = IN_FLIGHT.remove(thread);
-        ledger::unreserve(
-            settings.generation,
-            flight.tenant,
-            flight.gpu,
-            flight.reserved,
-        );
     }
     let Some(process) = PROCESSES.get_ptr_mut(tgid) else {
         return 0;

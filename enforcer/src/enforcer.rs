@@ -6,6 +6,7 @@
 
 mod adopting;
 mod answers;
+mod auditing;
 mod closing;
 mod contexts;
 mod faulting;

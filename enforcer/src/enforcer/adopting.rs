@@ -9,7 +9,7 @@ use std::{
 use gpuquota_common::map::{NO_TENANT, kind};
 use tracing::{info, warn};
 
-use super::{Enforcer, EnforcerError, system};
+use super::{Enforcer, EnforcerError, auditing::Audit, system};
 use crate::{
     driver::nvidia,
     lifecycle::ProcessView as _,
@@ -156,6 +156,7 @@ impl Enforcer {
 
 fn look(enforcer: &Weak<Enforcer>, stir: &Stir) {
     let mut seen = Seen::default();
+    let mut audit = Audit::default();
     loop {
         let interval = {
             let Some(enforcer) = enforcer.upgrade() else {
@@ -165,6 +166,7 @@ fn look(enforcer: &Weak<Enforcer>, stir: &Stir) {
                 return;
             }
             enforcer.adopt_strangers(&mut seen);
+            enforcer.audit(&mut audit);
             enforcer.config.enforcement.reconcile_interval
         };
         stir.pause(interval);

@@ -529,7 +529,7 @@ pub(crate) const ALARMS: &[(u32, &str, &str)] = &[
     (
         counter::CHANGED_FREES,
         "frees that were changed while they were made",
-        "nothing was released by them; it is released with the client",
+        "nothing was released by them; the driver is asked what it still has",
     ),
     (
         counter::UNKNOWN_GPU,

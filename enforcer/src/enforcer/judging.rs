@@ -11,7 +11,7 @@ use gpuquota_common::{
 };
 use tracing::{error, warn};
 
-use super::Enforcer;
+use super::{Enforcer, watching::process_of};
 use crate::{
     cgroup,
     kernel::{Admission, AdmissionRequest},
@@ -72,10 +72,18 @@ impl Enforcer {
             arg: waiting.arg,
             cmd: u32::from(waiting.cmd.nr) | u32::from(waiting.cmd.size) << 16,
         };
-        match self.kernel.admit(request) {
+        let settled = match self.kernel.admit(request) {
+            Ok(Admission::Unsettled) => self
+                .kernel
+                .settle(waiting.thread, process_of(waiting.thread))
+                .and_then(|()| self.kernel.admit(request)),
+            outcome => outcome,
+        };
+        match settled {
             Ok(Admission::Granted) => Verdict::Continue,
             Ok(Admission::Wait) => Verdict::Refuse(status::BUSY_RETRY),
-            Ok(Admission::Refused) => Verdict::Refuse(status::NO_MEMORY),
+            // Nobody else settles the thread's calls while it waits.
+            Ok(Admission::Refused | Admission::Unsettled) => Verdict::Refuse(status::NO_MEMORY),
             Err(error) => {
                 error!(%error, "the ledger does not answer; refused an allocation");
                 Verdict::Refuse(status::NO_MEMORY)

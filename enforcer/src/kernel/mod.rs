@@ -263,6 +263,8 @@ pub enum Admission {
     Refused,
     /// A budget is in the way now; the caller is to try again.
     Wait,
+    /// The exit of the thread's last call was not seen: that is to be settled first ([`Kernel::settle`]).
+    Unsettled,
 }
 
 /// Programs and maps.
@@ -762,11 +764,18 @@ impl Kernel {
             op::result::OK => Ok(Admission::Granted),
             op::result::DENIED | op::result::DENIED_AGAIN => Ok(Admission::Refused),
             op::result::WAIT => Ok(Admission::Wait),
+            op::result::UNSETTLED => Ok(Admission::Unsettled),
             answer => Err(KernelError::Operation {
                 operation: op::ADMIT,
                 answer,
             }),
         }
+    }
+
+    /// Settles the last call of a thread, whose exit the kernel has not shown to the programs, while it waits in its next one.
+    pub fn settle(&self, thread: u32, tgid: u32) -> Result<(), KernelError> {
+        self.operation(&[op::SETTLE, u64::from(thread), u64::from(tgid)])
+            .map(drop)
     }
 
     /// Undoes an admission whose call never came.
@@ -797,6 +806,17 @@ impl Kernel {
             op::RELEASE_OBJECT,
             u64::from(key.client),
             u64::from(key.handle),
+        ])
+        .map(drop)
+    }
+
+    /// Releases an object if it still is this one, and not another one with its name.
+    pub fn release_this(&self, key: ObjectKey, object: &Object) -> Result<(), KernelError> {
+        self.operation(&[
+            op::RELEASE_OBJECT,
+            u64::from(key.client),
+            u64::from(key.handle),
+            object.born_ns,
         ])
         .map(drop)
     }

@@ -10,6 +10,7 @@
 pub mod look;
 
 use std::{
+    collections::BTreeSet,
     fs,
     io::{BufRead as _, BufReader, Read as _, Write as _},
     net::TcpStream,
@@ -20,6 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use gpuquota_common::map::counter;
 use gpuquota_enforcer::{
     cgroup::Hierarchy,
     client::Client,
@@ -401,12 +403,52 @@ impl Bed {
 
     /// A counter of the programs, one of [`gpuquota_common::map::counter`].
     pub fn counter(&self, index: u32) -> u64 {
-        let state = self
-            .call(async |client| client.dump_state().await)
-            .expect("the state");
-        state["counters"][index as usize]
+        self.state()["counters"][index as usize]
             .as_u64()
             .expect("a counter")
+    }
+
+    /// Memory in the ledger, by client, handle and bytes, that the driver does not have.
+    pub fn only_charged(&self) -> BTreeSet<(u64, u64, u64)> {
+        let state = self.state();
+        &charged(&state) - &self.held()
+    }
+
+    /// What explains a ledger that is not the driver's truth: memory that only one of them has, what the processes are charged,
+    /// and how often something was passed over.
+    pub fn differences(&self) -> String {
+        let state = self.state();
+        let (charged, held) = (charged(&state), self.held());
+        let [entries, exits] = [counter::LATE_ENTRIES, counter::LATE_EXITS]
+            .map(|index| state["counters"][index as usize].to_string());
+        format!(
+            "client, handle and bytes that are only charged: {:x?}, only held: {:x?}; accounts {}; usage {}; {entries} late \
+             entries, {exits} late exits",
+            &charged - &held,
+            &held - &charged,
+            state["accounts"],
+            state["usage"],
+        )
+    }
+
+    fn state(&self) -> serde_json::Value {
+        self.call(async |client| client.dump_state().await)
+            .expect("the state")
+    }
+
+    /// Memory of the driver, by client, handle and bytes.
+    fn held(&self) -> BTreeSet<(u64, u64, u64)> {
+        let truth = self.sim.truth().expect("the truth");
+        truth
+            .clients
+            .iter()
+            .flat_map(|client| {
+                client
+                    .memory
+                    .iter()
+                    .map(|memory| (client.handle.into(), memory.handle.into(), memory.bytes))
+            })
+            .collect()
     }
 
     /// Waits until nothing is left in the ledger, and tells what is.
@@ -496,6 +538,22 @@ impl Drop for Bed {
         let _ = PinDir::remove_all(&self.bpf_directory());
         remove_cgroups(&self.hierarchy, &self.cgroup(""));
     }
+}
+
+/// Memory in the ledger, by client, handle and bytes.
+fn charged(state: &serde_json::Value) -> BTreeSet<(u64, u64, u64)> {
+    let number = |value: &serde_json::Value| value.as_u64().unwrap_or(0);
+    state["objects"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .map(|object| {
+            let [client, handle, bytes] =
+                ["client", "handle", "bytes"].map(|key| number(&object[key]));
+            (client, handle, bytes)
+        })
+        .filter(|(.., bytes)| *bytes > 0)
+        .collect()
 }
 
 /// Kills what is left in these cgroups and removes them.

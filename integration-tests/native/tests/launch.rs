@@ -66,29 +66,52 @@ fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// Launches and seconds of an answer such as `launched 6017 in 3.000 s, …`.
+/// Launches and seconds of an answer such as `launched 6017 in 3.000 s, …, begun at 512.250 s`.
 fn parse(answer: &str) -> (f64, f64) {
+    let (launched, seconds, _) = parse_all(answer);
+    (launched, seconds)
+}
+
+/// The same, and when they began on the clock that all processes have in common.
+fn parse_all(answer: &str) -> (f64, f64, f64) {
+    let number = |text: &str| text.parse().expect("a number");
     let words: Vec<&str> = answer.split_whitespace().collect();
     match words.as_slice() {
-        ["launched", count, "in", seconds, ..] => (
-            count.parse().expect("a count"),
-            seconds.parse().expect("seconds"),
-        ),
+        [
+            "launched",
+            count,
+            "in",
+            seconds,
+            ..,
+            "begun",
+            "at",
+            begun,
+            "s",
+        ] => (number(count), number(seconds), number(begun)),
         _ => panic!("{answer:?}"),
     }
 }
 
-/// All launch at once for so long; launches and the longest time.
+/// All launch at once for so long; launches, and the time from the first begin to the last end. They do not begin together
+/// where there are fewer CPUs than processes.
 fn together(actors: &mut [Actor], step: &str) -> (f64, f64) {
     for actor in actors.iter_mut() {
         actor.order(step);
     }
-    actors
+    let (launched, first, last) = actors
         .iter_mut()
-        .map(|actor| parse(&actor.answer()))
-        .fold((0.0, 0.0), |(sum, longest), (count, seconds)| {
-            (sum + count, f64::max(longest, seconds))
-        })
+        .map(|actor| parse_all(&actor.answer()))
+        .fold(
+            (0.0, f64::MAX, 0.0),
+            |(sum, first, last), (count, seconds, begun)| {
+                (
+                    sum + count,
+                    begun.min(first),
+                    f64::max(begun + seconds, last),
+                )
+            },
+        );
+    (launched, last - first)
 }
 
 /// The instruction at the place where a probe goes in `cuLaunchKernel` of a process.

@@ -304,7 +304,12 @@ fn kill_the_daemon_under_load(rounds: u32) {
         for name in ["a", "b", "inner"] {
             let wanted = held(name);
             let used = bed.wait_usage(name, 0, |used| used == wanted);
-            assert_eq!(used, wanted, "round {round}, tenant {name}, seed {seed}");
+            assert_eq!(
+                used,
+                wanted,
+                "round {round}, tenant {name}, seed {seed}; {}",
+                bed.differences()
+            );
         }
     }
     for name in ["a", "b", "inner"] {

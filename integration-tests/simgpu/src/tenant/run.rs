@@ -310,6 +310,7 @@ impl Tenant {
             LaunchVia::Graph => Some(cuda.graph(kernel, nodes)?),
             _ => None,
         };
+        let begun = monotonic();
         let start = Instant::now();
         let mut issued = 0u64;
         while start.elapsed() < duration {
@@ -337,9 +338,10 @@ impl Tenant {
         #[allow(clippy::cast_precision_loss, reason = "2^53 launches do not happen")]
         let per_second = issued as f64 / took.as_secs_f64();
         Ok(format!(
-            "launched {issued} in {:.3} s, {per_second:.0}/s, done after {:.3} s",
+            "launched {issued} in {:.3} s, {per_second:.0}/s, done after {:.3} s, begun at {:.3} s",
             took.as_secs_f64(),
-            start.elapsed().as_secs_f64()
+            start.elapsed().as_secs_f64(),
+            begun.as_secs_f64()
         ))
     }
 
@@ -509,6 +511,14 @@ impl Tenant {
             "random seed {seed}: allocated {allocated} refused {refused} freed {freed}"
         ))
     }
+}
+
+/// The clock that all processes have in common.
+fn monotonic() -> Duration {
+    nix::time::ClockId::CLOCK_MONOTONIC
+        .now()
+        .map(Duration::from)
+        .unwrap_or_default()
 }
 
 fn with_sizes(error: TenantError, asked: u64, got: u64) -> TenantError {

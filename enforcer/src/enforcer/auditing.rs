@@ -1,0 +1,156 @@
+//! What is charged although the driver may not have it any more: it is asked.
+//!
+//! A preemptible kernel does not show every call to the programs, and a free whose argument was changed while it was made is
+//! not believed. Nothing is released then that may be there still; so what is charged is compared with what the driver knows
+//! by name, for every client, once after each such time.
+
+use gpuquota_common::{
+    map::{Object, ObjectKey, PARKED, counter, is_context, kind},
+    nvidia::status,
+};
+use tracing::{debug, info, warn};
+
+use super::Enforcer;
+use crate::{
+    driver::{rm::RmError, sched},
+    kernel::KernelError,
+    lifecycle,
+    open_files::{FileView as _, Holder},
+    time::act::{ActError, Client, Reach},
+};
+
+/// After so many questions to the driver, some 20 ms, the clients that are left have their turn in the next look: each question
+/// takes the driver's lock.
+const MOST_QUESTIONS: usize = 4096;
+
+/// How far the comparison is.
+#[derive(Debug, Default)]
+pub(super) struct Audit {
+    /// How often something had not been seen when the last comparison began. `None`: of the time before this daemon
+    /// nothing is known.
+    unseen: Option<u64>,
+    /// Clients whose turn has not come.
+    left: Vec<u32>,
+}
+
+impl Enforcer {
+    /// Goes on with the comparison, or begins a new one if there is a reason.
+    pub(super) fn audit(&self, audit: &mut Audit) {
+        if audit.left.is_empty() {
+            match self.unseen() {
+                Ok(unseen) if audit.unseen == Some(unseen) => return,
+                Ok(unseen) => audit.unseen = Some(unseen),
+                Err(error) => {
+                    warn!(%error, "not known whether calls were passed over");
+                    return;
+                }
+            }
+            audit.left = self
+                .kernel
+                .clients()
+                .map(|(client, _)| client)
+                .filter(|client| !is_context(*client))
+                .collect();
+        }
+        let mut questions = 0;
+        while questions < MOST_QUESTIONS
+            && let Some(client) = audit.left.pop()
+        {
+            match self.compare(client) {
+                Ok(asked) => questions += asked + 1,
+                Err(AuditError::Act(error)) if error.is_gone() => {}
+                Err(error) => debug!(%error, client, "not compared with the driver"),
+            }
+        }
+    }
+
+    /// Grows with every call that was not shown to the programs or not believed.
+    fn unseen(&self) -> Result<u64, KernelError> {
+        [counter::LATE_EXITS, counter::CHANGED_FREES]
+            .into_iter()
+            .try_fold(self.kernel.passed_over()?, |sum, index| {
+                Ok(sum + self.kernel.counter(index)?)
+            })
+    }
+
+    /// Releases what is charged for a client and is not there any more. Returns how many objects the driver was asked for.
+    fn compare(&self, handle: u32) -> Result<usize, AuditError> {
+        let key = ObjectKey {
+            client: handle,
+            handle,
+        };
+        let Some(client) = self.kernel.object(key) else {
+            return Ok(0);
+        };
+        if client.kind != kind::CLIENT || client.tgid == PARKED {
+            return Ok(0);
+        }
+        let charged: Vec<(ObjectKey, Object)> = self
+            .kernel
+            .objects_of(handle)
+            .into_iter()
+            .filter(|(_, object)| kind::is_memory(object.kind) || object.kind == kind::DUP)
+            .collect();
+        let reach = Reach::open(client.tgid, None, &*self.processes)?;
+        let path = Client {
+            handle,
+            fd: client.fd,
+        };
+        let answer = reach.with_client(self.processes.control(), path, |file| {
+            // Whether this is the client's file at all.
+            sched::class_of(file, handle, handle)?;
+            let mut gone = charged.clone();
+            gone.retain(|(key, _)| is_unknown(&sched::class_of(file, handle, key.handle)));
+            Ok(gone)
+        });
+        let gone = match answer {
+            Ok(gone) => gone,
+            Err(ActError::NoFile { .. }) if self.is_freed(handle, client.file) => {
+                info!(
+                    client = handle,
+                    tgid = client.tgid,
+                    "the driver does not have this client any more: released"
+                );
+                lifecycle::release_subtree(&self.kernel, key)?;
+                return Ok(0);
+            }
+            // No descriptor of its process is its file: the sweep sees to that.
+            Err(error) => return Err(error.into()),
+        };
+        for (key, object) in &gone {
+            info!(
+                client = key.client,
+                object = key.handle,
+                tgid = object.tgid,
+                bytes = object.bytes,
+                "the driver does not have this memory any more: released"
+            );
+            self.kernel.release_this(*key, object)?;
+        }
+        Ok(charged.len())
+    }
+
+    /// Whether the file of a client is open and the driver does not know the client there.
+    fn is_freed(&self, client: u32, file: u64) -> bool {
+        file != 0
+            && self.open_files.is_open(file)
+            && self.open_files.holder(client, file) == Holder::Nobody
+    }
+}
+
+/// Why the ledger could not be compared with the driver.
+#[derive(Debug, thiserror::Error)]
+enum AuditError {
+    #[error(transparent)]
+    Act(#[from] ActError),
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+}
+
+/// Whether the driver says that it has no such object; any other failure says nothing.
+fn is_unknown(answer: &Result<u32, RmError>) -> bool {
+    matches!(answer, Err(error) if matches!(
+        error.status(),
+        Some(status::OBJECT_NOT_FOUND | status::INVALID_OBJECT_HANDLE)
+    ))
+}
