@@ -5,7 +5,7 @@
 //! has two writers, so user space never loses an update that the kernel side makes at the same time.
 
 /// Version of every layout in this crate; part of the pin path, so that two layouts never share a map.
-pub const LAYOUT_VERSION: u32 = 6;
+pub const LAYOUT_VERSION: u32 = 7;
 
 /// Most tenants that one daemon governs.
 pub const MAX_TENANTS: u32 = 2048;
@@ -485,6 +485,26 @@ pub struct InFlight {
     pub raised: u64,
 }
 
+/// What a supervisor has reserved for a call that it lets pass, until the entry hook sees that call.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Admitted {
+    /// Pointer to the argument, after unwrapping: by it and `cmd` the entry hook knows the call again.
+    pub arg: u64,
+    /// Bytes added to the usage of `tenant` and those around it.
+    pub reserved: u64,
+    /// When, `CLOCK_MONOTONIC` nanoseconds.
+    pub at_ns: u64,
+    /// Escape number and size, `nr | size << 16`.
+    pub cmd: u32,
+    /// Tenant that pays.
+    pub tenant: u32,
+    /// Place where it is charged.
+    pub gpu: u32,
+    /// Zero.
+    pub unused: u32,
+}
+
 /// Why an [`InFlight`] call is to be refused.
 pub mod refusal {
     /// It is not.
@@ -627,8 +647,8 @@ pub mod counter {
 #[cfg(feature = "user")]
 mod pod {
     use super::{
-        AccountKey, Budget, Card, Client, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey,
-        Process, Refusal, Rewritten, Settings, TenantRow, Usage,
+        AccountKey, Admitted, Budget, Card, Client, Device, DeviceKey, InFlight, Leaf, Object,
+        ObjectKey, Process, Refusal, Rewritten, Settings, TenantRow, Usage,
     };
 
     macro_rules! pod {
@@ -638,8 +658,8 @@ mod pod {
         )*};
     }
     pod!(
-        AccountKey, Budget, Card, Client, Device, DeviceKey, InFlight, Leaf, Object, ObjectKey,
-        Process, Refusal, Rewritten, Settings, TenantRow, Usage
+        AccountKey, Admitted, Budget, Card, Client, Device, DeviceKey, InFlight, Leaf, Object,
+        ObjectKey, Process, Refusal, Rewritten, Settings, TenantRow, Usage
     );
 }
 
@@ -662,6 +682,7 @@ mod tests {
         assert_eq!(size_of::<Client>(), 8 + 10 * 4);
         assert_eq!(size_of::<Process>(), 32);
         assert_eq!(size_of::<InFlight>(), 7 * 8 + 16 * 4);
+        assert_eq!(size_of::<Admitted>(), 3 * 8 + 4 * 4);
         assert_eq!(size_of::<DeviceKey>(), 16);
         assert_eq!(size_of::<Device>(), 8);
         assert_eq!(size_of::<Leaf>(), 8);

@@ -10,7 +10,7 @@ pub const ARGS: usize = 12;
 /// Reserve on behalf of a thread whose call waits for a decision:
 /// `[ADMIT, thread, tenant, gpu, bytes, arg, cmd]`.
 pub const ADMIT: u64 = 1;
-/// Undo an admission whose call never came: `[CANCEL, thread]`.
+/// Undo an admission whose call never came; if `at_ns` is not 0, only the one that was made then: `[CANCEL, thread, at_ns]`.
 pub const CANCEL: u64 = 2;
 /// Release an object and forget it; if `born_ns` is not 0, only the one that was made then:
 /// `[RELEASE_OBJECT, client, handle, born_ns]`.

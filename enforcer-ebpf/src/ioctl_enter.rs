@@ -19,6 +19,7 @@ use gpuquota_common::{
 };
 
 use crate::{
+    admission,
     file::{self, patched},
     ledger::{self, Decision, Request, Reserved},
     managed,
@@ -186,28 +187,19 @@ fn forget_paths(decoded: &Decoded) -> Option<&'static Decoded> {
     }
 }
 
-/// Takes over what was reserved for this thread before by a deny backend that let the call pass. Anything else
-/// is a leftover.
+/// Takes over what a supervisor has reserved for this call. Anything else that is known of this thread is a leftover.
 ///
 /// Returns false if there is nothing more to do: a second copy of this program, which runs while a new daemon
 /// replaces an old one's, finds the call decided.
 #[inline(always)]
 fn take_over(settings: &Settings, thread: u32, flight: &mut InFlight) -> bool {
-    // SAFETY: only this thread's programs and a supervisor that holds this thread in its call touch the entry.
-    let Some(before) = (unsafe { IN_FLIGHT.get(thread) }) else {
-        return true;
-    };
-    // One that this load of the programs has seen before is a call whose exit it has not.
-    let is_over = before.call != 0 && before.by == flight.by;
-    if before.arg == flight.arg && before.cmd == flight.cmd && !is_over {
-        if before.call != 0 {
+    // SAFETY: the entry is this thread's own.
+    if let Some(before) = unsafe { IN_FLIGHT.get(thread) } {
+        // One that this load of the programs has seen before is a call whose exit it has not.
+        let by_another = before.call != 0 && before.by != flight.by;
+        if by_another && before.arg == flight.arg && before.cmd == flight.cmd {
             return false;
         }
-        flight.reserved = before.reserved;
-        flight.admitted = before.admitted;
-        flight.tenant = before.tenant;
-        flight.gpu = before.gpu;
-    } else {
         ledger::unreserve(
             settings.generation,
             before.tenant,
@@ -215,6 +207,7 @@ fn take_over(settings: &Settings, thread: u32, flight: &mut InFlight) -> bool {
             before.reserved,
         );
     }
+    admission::take(thread, flight);
     true
 }
 

@@ -14,7 +14,7 @@ use gpuquota_common::{
 };
 
 use crate::{
-    file,
+    admission, file,
     ledger::{self, Reserved},
     lists,
     maps::{IN_FLIGHT, OBJECTS, SETTINGS, budget, count, emit, now},
@@ -43,7 +43,7 @@ pub fn ioctl_exit(ctx: TracePointContext) -> u32 {
     };
     // SAFETY: the entry is this thread's own, and stays until it is removed below.
     let flight = unsafe { &mut *flight };
-    // 0: admitted by a supervisor, and the entry program was passed over (see `compat`).
+    // 0: it makes managed memory.
     let is_known = flight.call != 0 && flight.call != call::UNREADABLE;
     if is_known || read_late(settings, flight) {
         let ret = task::record::<i64>(&ctx, RECORD_RET);
@@ -107,6 +107,7 @@ fn read_late(settings: &Settings, flight: &mut InFlight) -> bool {
     flight.class = decoded.class;
     flight.source = decoded.source;
     flight.gpu = place_of(settings, &decoded);
+    admission::take(task::thread(), flight);
     true
 }
 

@@ -29,7 +29,7 @@ pub fn late_exit(_ctx: TracePointContext) -> u32 {
     };
     // SAFETY: the entry is this thread's own, and stays until it is removed below.
     let flight = unsafe { &*flight };
-    // Call 0: a supervisor has admitted what is called now. Another load of the programs may have seen this very call.
+    // Call 0: it was refused, whatever it made. Another load of the programs may have seen this very call.
     if flight.call == 0 || flight.by != patched!(LOADED_BY) {
         return 0;
     }

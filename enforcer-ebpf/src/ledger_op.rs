@@ -9,16 +9,15 @@ use aya_ebpf::programs::RawTracePointContext;
 use gpuquota_common::{
     event::{self, Event},
     map::{
-        AccountKey, InFlight, MAX_GPUS, MAX_TENANTS, NO_TENANT, Object, ObjectKey, PLACES,
-        context_key, counter, kind, managed_key, refusal,
+        AccountKey, MAX_GPUS, NO_TENANT, Object, ObjectKey, PLACES, context_key, counter, kind,
+        managed_key,
     },
-    nvidia::status,
     op::{self, result},
 };
 
 use crate::{
-    adopt, file, late_exit,
-    ledger::{self, Decision, Request, Reserved},
+    admission, adopt, file, late_exit,
+    ledger::{self, Reserved},
     lists, managed,
     maps::{IN_FLIGHT, OBJECTS, count, now, settings},
 };
@@ -35,7 +34,7 @@ pub extern "C" fn ledger_op(ctx: *mut c_void) -> u32 {
     let c: u64 = ctx.arg(3);
     let d: u64 = ctx.arg(4);
     match ctx.arg::<u64>(0) {
-        op::ADMIT => admit(
+        op::ADMIT => admission::admit(
             a as u32,
             b as u32,
             c as u32,
@@ -43,7 +42,7 @@ pub extern "C" fn ledger_op(ctx: *mut c_void) -> u32 {
             ctx.arg(5),
             ctx.arg::<u64>(6) as u32,
         ),
-        op::CANCEL => cancel(a as u32),
+        op::CANCEL => admission::cancel(a as u32, b),
         op::SETTLE => settle(a as u32, b as u32),
         op::RELEASE_OBJECT => release_object(a as u32, b as u32, c),
         op::RELEASE_ACCOUNT => release_account(a as u32, b as u32, c as u32),
@@ -120,91 +119,6 @@ fn adopt_object(ctx: &RawTracePointContext) -> u32 {
             reserved: 0,
         },
     )
-}
-
-/// Reserves for a thread whose call waits at a supervisor.
-#[inline(always)]
-fn admit(thread: u32, tenant: u32, gpu: u32, bytes: u64, arg: u64, cmd: u32) -> u32 {
-    if tenant >= MAX_TENANTS || gpu >= PLACES {
-        return result::INVALID;
-    }
-    let generation = settings().generation;
-    // SAFETY: the thread waits in its call; nobody else touches its entry.
-    if let Some(before) = unsafe { IN_FLIGHT.get(thread) } {
-        if before.call != 0 {
-            return result::UNSETTLED;
-        }
-        // A supervisor that was replaced in mid-decision may have reserved before.
-        cancel(thread);
-    }
-    let request = Request {
-        thread,
-        tenant,
-        gpu,
-        bytes,
-        reserved: 0,
-        can_wait: true,
-    };
-    match ledger::decide(generation, &request) {
-        Decision::Granted => {}
-        Decision::Refused {
-            status: status::BUSY_RETRY,
-            ..
-        } => return result::WAIT,
-        Decision::Refused { first: true, .. } => return result::DENIED,
-        Decision::Refused { first: false, .. } => return result::DENIED_AGAIN,
-    }
-    let flight = InFlight {
-        arg,
-        reserved: bytes,
-        wanted: bytes,
-        granted: 0,
-        cgroup: 0,
-        cmd,
-        call: 0,
-        tenant,
-        gpu,
-        client: 0,
-        parent: 0,
-        handle: 0,
-        class: 0,
-        source: ObjectKey {
-            client: 0,
-            handle: 0,
-        },
-        fd: 0,
-        admitted: 1,
-        granted_is_limit: 0,
-        limited_by: NO_TENANT,
-        by: 0,
-        refusal: refusal::NONE,
-        status: 0,
-        lever: 0,
-        raised: 0,
-    };
-    if IN_FLIGHT.insert(thread, flight, 0).is_err() {
-        count(counter::INFLIGHT_FULL);
-        ledger::unreserve(generation, tenant, gpu, bytes);
-        return result::FULL;
-    }
-    result::OK
-}
-
-/// Takes an admission back whose call never came.
-#[inline(always)]
-fn cancel(thread: u32) -> u32 {
-    // SAFETY: the thread waits in its call; nobody else touches its entry.
-    let Some(flight) = (unsafe { IN_FLIGHT.get(thread) }).copied() else {
-        return result::NOT_FOUND;
-    };
-    let _ = IN_FLIGHT.remove(thread);
-    ledger::unreserve(
-        settings().generation,
-        flight.tenant,
-        flight.gpu,
-        flight.reserved,
-    );
-    result::OK
 }
 
 /// Settles the last call of a thread, whose exit was not seen, for one that waits in its next call.

@@ -20,6 +20,7 @@
     reason = "aya's macros hand every program its context by value"
 )]
 
+mod admission;
 mod adopt;
 mod atomic;
 mod compat;

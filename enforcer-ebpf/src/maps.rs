@@ -20,7 +20,7 @@ use gpuquota_common::{
 use crate::atomic::Word;
 
 /// Entries are allocated as they are needed (`BPF_F_NO_PREALLOC`): a large bound costs nothing.
-const NO_PREALLOC: u32 = 1;
+pub const NO_PREALLOC: u32 = 1;
 /// The daemon sees the array in its own memory (`BPF_F_MMAPABLE`, kernel 5.5).
 pub const MAPPED: u32 = 1 << 10;
 

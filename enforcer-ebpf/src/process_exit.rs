@@ -24,15 +24,8 @@ pub fn process_exit(_ctx: RawTracePointContext) -> i32 {
     if let Some(flight) = IN_FLIGHT.get_ptr_mut(thread) {
         // SAFETY: the entry is this thread's own, and stays until it is removed below.
         let flight = unsafe { &*flight };
-        if flight.call == 0 {
-            ledger::unreserve(
-                settings.generation,
-                flight.tenant,
-                flight.gpu,
-                flight.reserved,
-            );
-        } else {
-            // A call that ends with its thread is at its exit before. This one was not seen there.
+        // A call that ends with its thread is at its exit before. This one was not seen there.
+        if flight.call != 0 {
             late_exit::book(settings.generation, tgid, flight);
         }
         let _ = IN_FLIGHT.remove(thread);

@@ -91,6 +91,21 @@ impl Enforcer {
         }
     }
 
+    /// Cancels what was reserved for calls that will never come: of threads that have ended or were interrupted, or whose answer
+    /// a daemon before this one took with it.
+    pub(super) fn cancel_stale_admissions(&self) {
+        if !self.choice.supervised {
+            return;
+        }
+        for (thread, admitted) in self.kernel.admitted() {
+            if crate::notify::has_left(thread)
+                && let Err(error) = self.kernel.cancel_this(thread, &admitted)
+            {
+                error!(%error, thread, "a reservation stays until the next look");
+            }
+        }
+    }
+
     /// The kind of the driver's device behind a descriptor; `None` for every other file.
     fn device_of(&self, thread: u32, fd: u32) -> Option<u32> {
         let path = format!("/proc/{thread}/fd/{fd}");
@@ -189,7 +204,7 @@ impl Judge for Delegate {
             return;
         };
         if let Err(error) = enforcer.kernel.cancel(waiting.thread) {
-            error!(%error, thread = waiting.thread, "a reservation stays until its thread ends");
+            error!(%error, thread = waiting.thread, "a reservation stays until the next look");
         }
     }
 }

@@ -384,6 +384,7 @@ impl Enforcer {
     /// spoken to the driver.
     pub(super) fn sweep(&self) -> Vec<u32> {
         self.look_at_high();
+        self.cancel_stale_admissions();
         self.find_managed_node();
         let roll = Roll::call(&self.kernel);
         self.charge_contexts(&roll);

@@ -42,9 +42,9 @@ use aya::{
 use gpuquota_common::{
     claim,
     map::{
-        AccountKey, Budget, CELLS, Card, Client, Device, DeviceKey, InFlight, MAX_TENANTS,
-        NAME_LEN, Object, ObjectKey, PLACES, Process, Settings, TenantName, TenantRow, Usage,
-        banked, cell, counter,
+        AccountKey, Admitted, Budget, CELLS, Card, Client, Device, DeviceKey, InFlight,
+        MAX_TENANTS, NAME_LEN, Object, ObjectKey, PLACES, Process, Settings, TenantName, TenantRow,
+        Usage, banked, cell, counter,
     },
     op,
     time::{Frozen, FrozenKey},
@@ -83,6 +83,7 @@ const PINNED_MAPS: &[&str] = &[
     "ACCOUNTS",
     "PROCESSES",
     "IN_FLIGHT",
+    "ADMITTED",
     "COUNTERS",
     "EVENTS",
     "FROZEN",
@@ -301,6 +302,7 @@ pub struct Kernel {
     clients: HashMap<MapData, u32, Client>,
     accounts: HashMap<MapData, AccountKey, u64>,
     in_flight: HashMap<MapData, u32, InFlight>,
+    admitted: HashMap<MapData, u32, Admitted>,
     counters: PerCpuArray<MapData, u64>,
 }
 
@@ -369,6 +371,7 @@ impl Kernel {
             clients,
             accounts,
             in_flight,
+            admitted,
             counters,
             events,
         } = kernel_maps;
@@ -399,6 +402,7 @@ impl Kernel {
             clients,
             accounts,
             in_flight,
+            admitted,
             counters,
         };
         Ok((kernel, events))
@@ -699,6 +703,11 @@ impl Kernel {
         self.in_flight.iter().filter_map(Result::ok)
     }
 
+    /// Admissions whose call has not come yet, by thread.
+    pub fn admitted(&self) -> impl Iterator<Item = (u32, Admitted)> + '_ {
+        self.admitted.iter().filter_map(Result::ok)
+    }
+
     /// The counters, summed over CPUs; see [`counter`].
     pub fn counters(&self) -> Result<[u64; counter::COUNT as usize], KernelError> {
         let mut sums = [0; counter::COUNT as usize];
@@ -778,9 +787,16 @@ impl Kernel {
             .map(drop)
     }
 
-    /// Undoes an admission whose call never came.
+    /// Undoes the last admission of a thread: its call will never come.
     pub fn cancel(&self, thread: u32) -> Result<(), KernelError> {
-        self.operation(&[op::CANCEL, u64::from(thread)]).map(drop)
+        self.operation(&[op::CANCEL, u64::from(thread), 0])
+            .map(drop)
+    }
+
+    /// The same if there was no other one meanwhile.
+    pub fn cancel_this(&self, thread: u32, admitted: &Admitted) -> Result<(), KernelError> {
+        self.operation(&[op::CANCEL, u64::from(thread), admitted.at_ns])
+            .map(drop)
     }
 
     /// Counts and reports that a thread may have no managed memory.
@@ -992,6 +1008,7 @@ struct Maps {
     clients: HashMap<MapData, u32, Client>,
     accounts: HashMap<MapData, AccountKey, u64>,
     in_flight: HashMap<MapData, u32, InFlight>,
+    admitted: HashMap<MapData, u32, Admitted>,
     counters: PerCpuArray<MapData, u64>,
     events: RingBuf<MapData>,
 }
@@ -1017,6 +1034,7 @@ impl Maps {
             clients: take(ebpf, "CLIENTS")?,
             accounts: take(ebpf, "ACCOUNTS")?,
             in_flight: take(ebpf, "IN_FLIGHT")?,
+            admitted: take(ebpf, "ADMITTED")?,
             counters: take(ebpf, "COUNTERS")?,
             events: take(ebpf, "EVENTS")?,
         })

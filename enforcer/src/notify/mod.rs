@@ -21,7 +21,7 @@ pub mod supervisor;
 
 use std::{io, path::PathBuf};
 
-pub use recover::restart_waiting_calls;
+pub use recover::{has_left, restart_waiting_calls};
 
 /// What can go wrong with the notify backend.
 #[derive(Debug, thiserror::Error)]

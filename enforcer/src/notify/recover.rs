@@ -33,25 +33,52 @@ pub fn restart_waiting_calls(hierarchy: &Hierarchy, pid: u32) -> usize {
         .flat_map(|threads| {
             threads
                 .lines()
-                .filter_map(|line| line.parse::<i32>().ok())
+                .filter_map(|line| line.parse::<u32>().ok())
                 .collect::<Vec<_>>()
         })
-        .filter(|thread| waits_in_allocation(*thread))
-        .filter(|thread| interrupt(Pid::from_raw(*thread)).is_ok())
+        .filter(|thread| whereabouts(*thread) == Whereabouts::InAllocation)
+        .filter(|thread| interrupt(Pid::from_raw(thread.cast_signed())).is_ok())
         .count()
 }
 
-/// Whether a thread is inside a call that the filter stops: `/proc/TID/syscall` shows number and arguments.
-fn waits_in_allocation(thread: i32) -> bool {
-    let Ok(text) = fs::read_to_string(format!("/proc/{thread}/syscall")) else {
-        return false;
-    };
+/// Where a thread is, by `/proc/TID/syscall`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Whereabouts {
+    /// In a call that the filter stops.
+    InAllocation,
+    /// In another system call, or not there any more.
+    Elsewhere,
+    /// It runs.
+    Running,
+}
+
+fn whereabouts(thread: u32) -> Whereabouts {
+    match fs::read_to_string(format!("/proc/{thread}/syscall")) {
+        Ok(text) => parse(&text),
+        Err(_) if fs::metadata(format!("/proc/{thread}")).is_err() => Whereabouts::Elsewhere,
+        Err(_) => Whereabouts::Running,
+    }
+}
+
+/// What `/proc/TID/syscall` says: number and arguments of the call that the thread waits in, -1 outside of one, or "running".
+fn parse(text: &str) -> Whereabouts {
     let mut words = text.split_ascii_whitespace();
-    let is_ioctl = words.next().and_then(|word| word.parse::<i64>().ok()) == Some(libc::SYS_ioctl);
+    let Some(number) = words.next().and_then(|word| word.parse::<i64>().ok()) else {
+        return Whereabouts::Running;
+    };
     let cmd = words
         .nth(1)
         .and_then(|word| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok());
-    is_ioctl && cmd.is_some_and(|cmd| filter::stops(super::lower_half(cmd)))
+    if number == libc::SYS_ioctl && cmd.is_none_or(|cmd| filter::stops(super::lower_half(cmd))) {
+        Whereabouts::InAllocation
+    } else {
+        Whereabouts::Elsewhere
+    }
+}
+
+/// Whether a thread does not make the call that it was once admitted to.
+pub fn has_left(thread: u32) -> bool {
+    whereabouts(thread) == Whereabouts::Elsewhere
 }
 
 fn interrupt(thread: Pid) -> io::Result<()> {
@@ -63,4 +90,33 @@ fn interrupt(thread: Pid) -> io::Result<()> {
         .map(drop);
     let detached = ptrace::detach(thread, None);
     stopped.and(detached).map_err(io::Error::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use gpuquota_common::nvidia::{IoctlCmd, nr};
+
+    use super::*;
+
+    #[test]
+    fn where_a_thread_is_shows() {
+        let alloc = IoctlCmd {
+            nr: nr::RM_ALLOC,
+            size: 48,
+        }
+        .to_raw();
+        let ioctl = |cmd: u32| parse(&format!("16 0x3 {cmd:#x} 0x7ffc0 0x0 0x0 0x0 0x7f 0x7f\n"));
+        assert_eq!(ioctl(alloc), Whereabouts::InAllocation);
+        // FIONREAD
+        assert_eq!(ioctl(0x541b), Whereabouts::Elsewhere);
+        assert_eq!(parse("0 0x0 0x7f 0x400 0x0\n"), Whereabouts::Elsewhere);
+        assert_eq!(parse("-1 0x7ffc 0x7f\n"), Whereabouts::Elsewhere);
+        assert_eq!(parse("running\n"), Whereabouts::Running);
+        assert_eq!(parse(""), Whereabouts::Running);
+    }
+
+    #[test]
+    fn who_is_gone_has_left() {
+        assert!(has_left(u32::MAX));
+    }
 }

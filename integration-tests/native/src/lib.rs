@@ -21,7 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpuquota_common::map::counter;
+use gpuquota_common::map::{counter, kind};
 use gpuquota_enforcer::{
     cgroup::Hierarchy,
     client::Client,
@@ -408,7 +408,7 @@ impl Bed {
             .expect("a counter")
     }
 
-    /// Memory in the ledger, by client, handle and bytes, that the driver does not have.
+    /// Memory of the cards in the ledger, by client, handle and bytes, that the driver does not have.
     pub fn only_charged(&self) -> BTreeSet<(u64, u64, u64)> {
         let state = self.state();
         &charged(&state) - &self.held()
@@ -436,7 +436,7 @@ impl Bed {
             .expect("the state")
     }
 
-    /// Memory of the driver, by client, handle and bytes.
+    /// Memory that the driver has, by client, handle and bytes.
     fn held(&self) -> BTreeSet<(u64, u64, u64)> {
         let truth = self.sim.truth().expect("the truth");
         truth
@@ -540,13 +540,14 @@ impl Drop for Bed {
     }
 }
 
-/// Memory in the ledger, by client, handle and bytes.
+/// Memory of the cards in the ledger, by client, handle and bytes.
 fn charged(state: &serde_json::Value) -> BTreeSet<(u64, u64, u64)> {
     let number = |value: &serde_json::Value| value.as_u64().unwrap_or(0);
     state["objects"]
         .as_array()
         .into_iter()
         .flatten()
+        .filter(|object| number(&object["kind"]) == kind::MEMORY.into())
         .map(|object| {
             let [client, handle, bytes] =
                 ["client", "handle", "bytes"].map(|key| number(&object[key]));

@@ -8,6 +8,7 @@ use std::{
         unix::{net::UnixDatagram, process::CommandExt as _},
     },
     process::Command,
+    sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -16,7 +17,7 @@ use gpuquota_common::{
     map::counter,
     nvidia::{IoctlCmd, ctrl, nr, nvos54},
 };
-use gpuquota_native_tests::{Actor, Bed};
+use gpuquota_native_tests::{Actor, Bed, PATIENCE};
 
 const GIB: u64 = 1 << 30;
 const ONE: &str = "[tenant.a]\ncgroup = \"@/a.slice\"\nmemory.max = \"3GiB\"\n";
@@ -333,6 +334,48 @@ fn the_ledger_is_the_drivers_truth_however_often_the_daemon_dies() {
 #[ignore = "takes five minutes: a start takes more than a second without optimization"]
 fn the_ledger_is_the_drivers_truth_after_two_hundred_deaths() {
     kill_the_daemon_under_load(200);
+}
+
+/// A call that waits for its supervisor is broken off by a signal and made again, at the very moment of the answer too.
+#[test]
+fn calls_that_are_interrupted_are_charged_once() {
+    let bed = Bed::new(ONE);
+    let mut actors: Vec<Actor> = (0..3).map(|_| bed.actor("a")).collect();
+    for actor in &mut actors {
+        assert_eq!(actor.tell("alloc 2MiB"), "allocated 2097152");
+    }
+    let pids: Vec<u32> = actors.iter().map(Actor::workload_pid).collect();
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                for pid in &pids {
+                    for signal in [libc::SIGSTOP, libc::SIGCONT] {
+                        // SAFETY: workloads of this test.
+                        unsafe { libc::kill(pid.cast_signed(), signal) };
+                    }
+                }
+                thread::sleep(Duration::from_micros(100));
+            }
+        });
+        for actor in &mut actors {
+            actor.order("random --seed 7 --ops 1000 --largest 64MiB --via create");
+        }
+        let answers: Vec<String> = actors.iter_mut().map(Actor::answer).collect();
+        over.store(true, Ordering::Relaxed);
+        for answer in answers {
+            assert!(answer.starts_with("random seed"), "{answer}");
+        }
+    });
+    let truth = bed.sim.truth().expect("the truth");
+    let held: u64 = pids
+        .iter()
+        .map(|pid| truth.gpus[0].processes[pid].rm_bytes)
+        .sum();
+    let used = bed.wait_usage("a", 0, |used| used == held);
+    assert_eq!(used, held, "{}", bed.differences());
+    drop(actors);
+    assert_eq!(bed.wait_for_nothing(PATIENCE), []);
 }
 
 #[test]
