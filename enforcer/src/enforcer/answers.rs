@@ -258,6 +258,7 @@ impl Control for Enforcer {
             "accounts": accounts,
             "usage": usage,
             "in_flight": self.kernel.in_flight().count(),
+            "admitted": self.kernel.admitted().count(),
             "processes": self.kernel.processes().len(),
             "counters": self.kernel.counters().ok(),
             "time": self.time.dump(),

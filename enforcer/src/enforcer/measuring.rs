@@ -298,6 +298,11 @@ impl Enforcer {
                 MAX_IN_FLIGHT,
             ),
             fill(
+                "admitted",
+                counted(self.kernel.admitted().count()),
+                MAX_IN_FLIGHT,
+            ),
+            fill(
                 "cgroups",
                 self.kernel.cgroups().map_or(0, |all| counted(all.len())),
                 MAX_CGROUPS,

@@ -398,6 +398,7 @@ impl Bed {
             }
         }
         add("calls in flight".into(), &state["in_flight"]);
+        add("admissions".into(), &state["admitted"]);
         found
     }
 
@@ -547,7 +548,7 @@ fn charged(state: &serde_json::Value) -> BTreeSet<(u64, u64, u64)> {
         .as_array()
         .into_iter()
         .flatten()
-        .filter(|object| number(&object["kind"]) == kind::MEMORY.into())
+        .filter(|object| number(&object["kind"]) == u64::from(kind::MEMORY))
         .map(|object| {
             let [client, handle, bytes] =
                 ["client", "handle", "bytes"].map(|key| number(&object[key]));

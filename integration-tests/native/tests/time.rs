@@ -206,7 +206,7 @@ fn a_change_is_in_the_driver_within_50_ms() {
     });
     assert!(took < BOUND, "{took:?}");
     let (_others, pids) = actors(&bed, &["b"]);
-    let mut weight = |property: &str, slice: u64| {
+    let weight = |property: &str, slice: u64| {
         let set = bed.ctl(&["set-property", "b", property, "--runtime"]);
         assert!(set.status.success(), "{set:?}");
         wait_for("new weights", Duration::from_secs(5), || {
