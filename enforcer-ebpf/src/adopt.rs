@@ -38,28 +38,33 @@ pub fn object(key: ObjectKey, mut object: Object) -> u32 {
     if object.kind == 0 || object.kind > kind::HOST {
         return result::INVALID;
     }
+    if OBJECTS.get_ptr(key).is_some() {
+        return result::OK;
+    }
     object.born_ns = now();
+    let Object {
+        tgid, tenant, gpu, ..
+    } = object;
+    let bytes = if gpu < PLACES { object.bytes } else { 0 };
+    let generation = settings().generation;
+    // Before it can be found: a free may come at once.
+    if bytes > 0 {
+        let _ = ledger::reserve(generation, tenant, gpu, bytes, true);
+        ledger::deposit(generation, tgid, tenant, gpu, bytes);
+    }
     if OBJECTS.insert(key, object, NO_EXIST).is_err() {
-        if OBJECTS.get_ptr(key).is_some() {
-            return result::OK;
+        if bytes > 0 {
+            ledger::withdraw(generation, tgid, tenant, gpu, bytes);
         }
-        count(counter::OBJECTS_FULL);
-        return result::FULL;
+        if OBJECTS.get_ptr(key).is_none() {
+            count(counter::OBJECTS_FULL);
+            return result::FULL;
+        }
+        return result::OK;
     }
     lists::link(key.client, key.handle);
     if object.kind == kind::CHANNEL_GROUP {
-        task::note_context(object.tgid, object.gpu);
-    }
-    if object.bytes > 0 && object.gpu < PLACES {
-        let generation = settings().generation;
-        let _ = ledger::reserve(generation, object.tenant, object.gpu, object.bytes, true);
-        ledger::deposit(
-            generation,
-            object.tgid,
-            object.tenant,
-            object.gpu,
-            object.bytes,
-        );
+        task::note_context(tgid, gpu);
     }
     result::OK
 }

@@ -426,6 +426,13 @@ pub fn take_bytes(object: *mut Object) -> u64 {
     Word::new(unsafe { &raw mut (*object).bytes }).swap(0)
 }
 
+/// Puts bytes into an object from which they were taken.
+#[inline(always)]
+pub fn give_bytes(object: *mut Object, bytes: u64) {
+    // SAFETY: `object` points to a map value.
+    Word::new(unsafe { &raw mut (*object).bytes }).add(bytes);
+}
+
 /// Releases an object: gives back its bytes, lets go of what it shares, and forgets it.
 ///
 /// Returns the object as it was, or `None` for an unknown handle, which changes nothing.
@@ -439,9 +446,12 @@ pub fn release(generation: u64, key: ObjectKey) -> Option<Object> {
         return Some(copy);
     }
     let bytes = take_bytes(object);
+    // Only now: user space may just have given it to somebody else.
+    // SAFETY: words of a map value.
+    let (tgid, tenant) = unsafe { ((*object).tgid, (*object).tenant) };
     lists::remove(key.client, key.handle);
     if bytes > 0 {
-        withdraw(generation, copy.tgid, copy.tenant, copy.gpu, bytes);
+        withdraw(generation, tgid, tenant, copy.gpu, bytes);
     }
     if copy.kind == kind::DUP {
         drop_dup(generation, copy.source, copy.born_ns);

@@ -278,18 +278,29 @@ fn move_object(key: ObjectKey, tgid: u32, tenant: u32, fd: u32) -> u32 {
     // SAFETY: a copy of a map value.
     let before = unsafe { *object };
     let bytes = ledger::take_bytes(object);
-    if bytes > 0 && before.gpu < PLACES {
+    if before.bytes > 0 && bytes == 0 {
+        // It is being freed, and its charge given back where it was.
+        return result::NOT_FOUND;
+    }
+    let charged = bytes > 0 && before.gpu < PLACES;
+    if charged {
         ledger::withdraw(generation, before.tgid, before.tenant, before.gpu, bytes);
         let _ = ledger::reserve(generation, tenant, before.gpu, bytes, true);
         ledger::deposit(generation, tgid, tenant, before.gpu, bytes);
     }
-    // SAFETY: fields of a map value. A free at the same time finds zero bytes and releases nothing; the
-    // charge then stays in the account of the process and goes with it.
+    // SAFETY: fields of a map value. Who takes the bytes reads them afterwards.
     unsafe {
         (*object).tgid = tgid;
         (*object).fd = fd;
         (*object).tenant = tenant;
-        (*object).bytes = bytes;
+    }
+    ledger::give_bytes(object, bytes);
+    // A free at the same time has found no bytes and gave nothing back.
+    // SAFETY: a word of a map value that never changes.
+    let lives = unsafe { OBJECTS.get(key) }.is_some_and(|now| now.born_ns == before.born_ns);
+    if charged && !lives {
+        let left = ledger::take_bytes(object);
+        ledger::withdraw(generation, tgid, tenant, before.gpu, left);
     }
     lists::moved(key, tgid);
     result::OK

@@ -13,7 +13,7 @@ use tracing::{debug, info, warn};
 use super::Enforcer;
 use crate::{
     driver::{rm::RmError, sched},
-    kernel::KernelError,
+    kernel::{Kernel, KernelError},
     lifecycle,
     open_files::{FileView as _, Holder},
     time::act::{ActError, Client, Reach},
@@ -26,8 +26,8 @@ const MOST_QUESTIONS: usize = 4096;
 /// How far the comparison is.
 #[derive(Debug, Default)]
 pub(super) struct Audit {
-    /// How often something had not been seen when the last comparison began. `None`: of the time before this daemon
-    /// nothing is known.
+    /// How often something had not been seen when the last comparison began. `None`: what the kernel passed over before this
+    /// daemon is not known.
     unseen: Option<u64>,
     /// Clients whose turn has not come.
     left: Vec<u32>,
@@ -37,13 +37,16 @@ impl Enforcer {
     /// Goes on with the comparison, or begins a new one if there is a reason.
     pub(super) fn audit(&self, audit: &mut Audit) {
         if audit.left.is_empty() {
-            match self.unseen() {
-                Ok(unseen) if audit.unseen == Some(unseen) => return,
-                Ok(unseen) => audit.unseen = Some(unseen),
+            let unseen = match self.unseen() {
+                Ok(unseen) => unseen,
                 Err(error) => {
                     warn!(%error, "not known whether calls were passed over");
                     return;
                 }
+            };
+            let before = audit.unseen.replace(unseen);
+            if before.unwrap_or(0) == unseen && (before.is_some() || !Kernel::may_pass_over()) {
+                return;
             }
             audit.left = self
                 .kernel

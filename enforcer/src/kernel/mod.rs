@@ -726,6 +726,11 @@ impl Kernel {
         Ok(by_cpu.iter().sum())
     }
 
+    /// Whether this kernel may pass over programs, see [`Kernel::passed_over`].
+    pub fn may_pass_over() -> bool {
+        preemption::is_preemptible()
+    }
+
     /// How often the kernel has passed over the programs that follow ioctls, since they were loaded. It does so while a task
     /// on the same CPU is preempted in the middle of an operation on a map, or since Linux 7.2 in the same program.
     pub fn passed_over(&self) -> Result<u64, KernelError> {

@@ -378,6 +378,42 @@ fn calls_that_are_interrupted_are_charged_once() {
     assert_eq!(bed.wait_for_nothing(PATIENCE), []);
 }
 
+/// A policy gives a cgroup to another tenant while its processes allocate and free.
+#[test]
+fn charges_that_are_moved_while_they_are_freed_stay_whole() {
+    let policy = |a: &str, b: &str| {
+        format!(
+            "[tenant.a]\ncgroup = \"@/{a}.slice\"\nmemory.max = \"8GiB\"\n\
+             [tenant.b]\ncgroup = \"@/{b}.slice\"\nmemory.max = \"8GiB\"\n"
+        )
+    };
+    let policies = [policy("a", "b"), policy("b", "a")];
+    let bed = Bed::new(&policies[0]);
+    let mut actors: Vec<Actor> = (0..3).map(|_| bed.actor("a")).collect();
+    for actor in &mut actors {
+        actor.order("random --seed 11 --ops 1500 --largest 8MiB --via create");
+    }
+    for policy in policies.iter().cycle().take(30) {
+        bed.write_policy(policy);
+        assert!(bed.ctl(&["reload"]).status.success());
+    }
+    for actor in &mut actors {
+        let answer = actor.answer();
+        assert!(answer.starts_with("random seed"), "{answer}");
+    }
+    let truth = bed.sim.truth().expect("the truth");
+    let held: u64 = actors
+        .iter()
+        .map(|actor| truth.gpus[0].processes[&actor.workload_pid()].rm_bytes)
+        .sum();
+    // The last policy has the cgroup in the second tenant.
+    let used = bed.wait_usage("b", 0, |used| used == held);
+    assert_eq!(used, held, "{}", bed.differences());
+    assert_eq!(bed.wait_usage("a", 0, |used| used == 0), 0);
+    drop(actors);
+    assert_eq!(bed.wait_for_nothing(PATIENCE), []);
+}
+
 #[test]
 fn a_second_daemon_for_the_same_driver_does_not_start() {
     let bed = Bed::new(ONE);
