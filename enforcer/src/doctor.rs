@@ -269,9 +269,9 @@ pub fn passed_over(count: u64) -> Option<Finding> {
             format!(
                 "{count}: this kernel is preemptible, and now and then does not run the programs on an ioctl. A driver call whose \
                  entry they have not seen is read and charged at its exit, or refused and made again where there is a \
-                 security hook; one whose exit they have not seen is charged as it was asked for until the driver has said whether it has the memory. A call of which both \
-                 are missing is found when the ledger is compared with NVML. Before Linux 7.0, preempt=none or \
-                 preempt=voluntary on the kernel's command line ends it"
+                 security hook; one whose exit they have not seen is charged as it was asked for until the driver has said \
+                 whether it has the memory. A call of which both are missing is found when the ledger is compared with \
+                 NVML. Before Linux 7.0, preempt=none or preempt=voluntary on the kernel's command line ends it"
             ),
         )
     })

@@ -120,14 +120,16 @@ impl Enforcer {
             // No descriptor of its process is its file: the sweep sees to that.
             Err(error) => return Err(error.into()),
         };
-        for (key, object) in &gone {
+        if !gone.is_empty() {
             info!(
-                client = key.client,
-                object = key.handle,
-                tgid = object.tgid,
-                bytes = object.bytes,
+                client = handle,
+                tgid = client.tgid,
+                objects = gone.len(),
+                bytes = gone.iter().map(|(_, object)| object.bytes).sum::<u64>(),
                 "the driver does not have this memory any more: released"
             );
+        }
+        for (key, object) in &gone {
             self.kernel.release_this(*key, object)?;
         }
         Ok(charged.len())

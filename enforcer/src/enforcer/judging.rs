@@ -94,9 +94,6 @@ impl Enforcer {
     /// Cancels what was reserved for calls that will never come: of threads that have ended or were interrupted, or whose answer
     /// a daemon before this one took with it.
     pub(super) fn cancel_stale_admissions(&self) {
-        if !self.choice.supervised {
-            return;
-        }
         for (thread, admitted) in self.kernel.admitted() {
             if crate::notify::has_left(thread)
                 && let Err(error) = self.kernel.cancel_this(thread, &admitted)
