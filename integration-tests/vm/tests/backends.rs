@@ -15,7 +15,7 @@ use gpuquota_vm::{Kernel, Outcome, Vm, built_test, native};
 const ALL: &str = "override,rewrite,notify,lsm,signal";
 
 /// Emulated, with a daemon for every backend.
-const LIMIT: Duration = Duration::from_mins(20);
+const LIMIT: Duration = Duration::from_mins(45);
 
 fn script(tried: &str) -> String {
     format!(
