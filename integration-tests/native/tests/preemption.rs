@@ -165,6 +165,9 @@ fn nothing_is_lost_when_tasks_are_preempted_in_the_programs() {
     assert!(usage.memory_used >= held, "{usage:?}, {held} held");
     assert!(held <= 4 * GIB || usage.breaches > 0, "{held} held");
     assert!(usage.denials + usage.breaches > 0, "{usage:?}");
+    // What is charged beyond that goes when the driver has been asked.
+    let used = bed.wait_usage("a", 0, |used| used == held);
+    assert_eq!(used, held, "{}", bed.differences());
     if must_happen {
         assert!(entries + exits + refused > 0, "nothing was passed over");
     }
