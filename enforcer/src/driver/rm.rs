@@ -36,6 +36,14 @@ impl RmError {
             Self::Call { .. } => None,
         }
     }
+
+    /// Whether the driver says that it has no such object; any other failure says nothing about that.
+    pub fn is_unknown_object(&self) -> bool {
+        matches!(
+            self.status(),
+            Some(status::OBJECT_NOT_FOUND | status::INVALID_OBJECT_HANDLE)
+        )
+    }
 }
 
 /// Makes a call; `status_at` is the offset of the driver's status in the argument.

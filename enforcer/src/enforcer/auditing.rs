@@ -4,15 +4,12 @@
 //! not believed. Nothing is released then that may be there still; so what is charged is compared with what the driver knows
 //! by name, for every client, once after each such time.
 
-use gpuquota_common::{
-    map::{Object, ObjectKey, PARKED, counter, is_context, kind},
-    nvidia::status,
-};
+use gpuquota_common::map::{Object, ObjectKey, PARKED, counter, is_context, kind};
 use tracing::{debug, info, warn};
 
 use super::Enforcer;
 use crate::{
-    driver::{rm::RmError, sched},
+    driver::sched,
     kernel::{Kernel, KernelError},
     lifecycle,
     open_files::{FileView as _, Holder},
@@ -103,7 +100,10 @@ impl Enforcer {
             // Whether this is the client's file at all.
             sched::class_of(file, handle, handle)?;
             let mut gone = charged.clone();
-            gone.retain(|(key, _)| is_unknown(&sched::class_of(file, handle, key.handle)));
+            gone.retain(|(key, _)| {
+                sched::class_of(file, handle, key.handle)
+                    .is_err_and(|error| error.is_unknown_object())
+            });
             Ok(gone)
         });
         let gone = match answer {
@@ -150,12 +150,4 @@ enum AuditError {
     Act(#[from] ActError),
     #[error(transparent)]
     Kernel(#[from] KernelError),
-}
-
-/// Whether the driver says that it has no such object; any other failure says nothing.
-fn is_unknown(answer: &Result<u32, RmError>) -> bool {
-    matches!(answer, Err(error) if matches!(
-        error.status(),
-        Some(status::OBJECT_NOT_FOUND | status::INVALID_OBJECT_HANDLE)
-    ))
 }

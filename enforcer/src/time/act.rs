@@ -77,10 +77,8 @@ impl ActError {
 
     /// Whether the driver does not know one of the handles: what was believed about the process is out of date.
     pub fn is_stale(&self) -> bool {
-        matches!(self, Self::Refused { source, .. } if matches!(
-            source.status(),
-            Some(status::OBJECT_NOT_FOUND | status::INVALID_OBJECT_HANDLE | status::INVALID_CHANNEL)
-        ))
+        matches!(self, Self::Refused { source, .. }
+            if source.is_unknown_object() || source.status() == Some(status::INVALID_CHANNEL))
     }
 }
 

@@ -368,9 +368,7 @@ impl Bed {
 
     /// Every number of the ledger that should be zero once nobody holds anything: name and value.
     pub fn residue(&self) -> Vec<(String, u64)> {
-        let state = self
-            .call(async |client| client.dump_state().await)
-            .expect("the state");
+        let state = self.state();
         let mut found = Vec::new();
         let mut add = |name: String, value: &serde_json::Value| {
             let value = value.as_u64().unwrap_or(u64::MAX);
@@ -432,7 +430,8 @@ impl Bed {
         )
     }
 
-    fn state(&self) -> serde_json::Value {
+    /// Everything that the daemon knows.
+    pub fn state(&self) -> serde_json::Value {
         self.call(async |client| client.dump_state().await)
             .expect("the state")
     }
@@ -514,6 +513,15 @@ impl Bed {
         command
             .arg(self.binaries.join("simtenant"))
             .arg("interactive");
+        Actor::start(command)
+    }
+
+    /// A workload in a tenant that speaks to the driver's files itself.
+    pub fn raw_actor(&self, tenant: &str) -> Actor {
+        let mut command = self.run_command(tenant);
+        command
+            .arg(self.binaries.join("simtenant"))
+            .args(["--raw", "interactive"]);
         Actor::start(command)
     }
 

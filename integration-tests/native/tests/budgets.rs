@@ -115,9 +115,7 @@ fn what_is_reserved_is_there_whoever_came_first() {
     assert!(other.tell("alloc 4GiB").starts_with("allocated"));
     drop((stranger, other, owner));
     assert_eq!(bed.wait_for_nothing(Duration::from_secs(10)), []);
-    let state = bed
-        .call(async |client| client.dump_state().await)
-        .expect("the state");
+    let state = bed.state();
     assert_eq!(state["cards"][0]["claim"], GIB, "{}", state["cards"]);
 }
 

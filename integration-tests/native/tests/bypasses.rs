@@ -14,15 +14,6 @@ const GIB: u64 = 1 << 30;
 const TWO: &str = "[tenant.a]\ncgroup = \"@/a.slice\"\nmemory.max = \"3GiB\"\n\
                    [tenant.b]\ncgroup = \"@/b.slice\"\nmemory.max = \"3GiB\"\n";
 
-/// A workload in a tenant that speaks to the driver's files itself.
-fn raw(bed: &Bed, tenant: &str) -> Actor {
-    let mut command = bed.run_command(tenant);
-    command
-        .arg(binary("simtenant"))
-        .args(["--raw", "interactive"]);
-    Actor::start(command)
-}
-
 fn socket(bed: &Bed) -> PathBuf {
     bed.sim.scratch().join("files.sock")
 }
@@ -36,7 +27,7 @@ fn receiver(bed: &Bed, mut actor: Actor) -> Actor {
 
 /// A workload of tenant a that has 1 GiB and has sent its control file to the socket.
 fn sender(bed: &Bed) -> Actor {
-    let mut actor = raw(bed, "a");
+    let mut actor = bed.raw_actor("a");
     assert_eq!(actor.tell("alloc 1GiB"), "allocated 1073741824");
     let answer = actor.tell(&format!("pass {}", socket(bed).display()));
     assert_eq!(answer, "passed 1");
@@ -78,7 +69,7 @@ fn driver_has(bed: &Bed) -> u64 {
 #[test]
 fn a_file_that_went_to_another_tenant_keeps_its_charge() {
     let bed = Bed::new(TWO);
-    let mut other = receiver(&bed, raw(&bed, "b"));
+    let mut other = receiver(&bed, bed.raw_actor("b"));
     let first = sender(&bed);
     assert_eq!(other.tell("receive"), "received 1");
     assert_eq!(first.finish(), Some(0));
@@ -86,7 +77,7 @@ fn a_file_that_went_to_another_tenant_keeps_its_charge() {
     assert!(driver_has(&bed) >= GIB);
     assert_eq!(used(&bed, "b"), 0);
     // Who has allocated pays, as long as the memory is there.
-    let mut next = raw(&bed, "a");
+    let mut next = bed.raw_actor("a");
     assert!(next.tell("alloc 2560MiB").starts_with("out of memory"));
     assert_eq!(other.tell("close-received"), "closed 1");
     assert_eq!(bed.wait_usage("a", 0, |used| used == 0), 0);
@@ -114,7 +105,7 @@ fn a_file_that_waits_in_a_socket_keeps_its_charge() {
 #[test]
 fn a_file_that_its_process_lets_go_of_keeps_its_charge_where_it_went() {
     let bed = Bed::new(TWO);
-    let mut other = receiver(&bed, raw(&bed, "b"));
+    let mut other = receiver(&bed, bed.raw_actor("b"));
     let mut first = sender(&bed);
     assert_eq!(other.tell("receive"), "received 1");
     assert_eq!(first.tell("let-go"), "let go of 1");
@@ -129,7 +120,7 @@ fn a_file_that_its_process_lets_go_of_keeps_its_charge_where_it_went() {
 #[test]
 fn what_a_child_allocates_in_its_parents_client_stays_charged() {
     let bed = Bed::new(TWO);
-    let mut actor = raw(&bed, "a");
+    let mut actor = bed.raw_actor("a");
     assert_eq!(actor.tell("alloc 2MiB"), "allocated 2097152");
     assert_eq!(actor.tell("free"), "freed 2097152");
     let answer = actor.tell("child-alloc 1GiB");
@@ -143,7 +134,7 @@ fn what_a_child_allocates_in_its_parents_client_stays_charged() {
 #[test]
 fn a_process_that_moves_pays_from_where_it_allocates() {
     let bed = Bed::new(TWO);
-    let mut actor = raw(&bed, "a");
+    let mut actor = bed.raw_actor("a");
     assert_eq!(actor.tell("alloc 1GiB"), "allocated 1073741824");
     let hierarchy = bed.hierarchy();
     let sibling = bed.cgroup("/b.slice");
@@ -162,7 +153,7 @@ fn a_process_that_moves_pays_from_where_it_allocates() {
 #[test]
 fn handles_are_charged_for_what_they_name_now() {
     let bed = Bed::new(TWO);
-    let mut actor = raw(&bed, "a");
+    let mut actor = bed.raw_actor("a");
     assert_eq!(actor.tell("alloc 1GiB --via reuse"), "allocated 1073741824");
     assert_eq!(used(&bed, "a"), GIB);
     let before = bed.counter(counter::UNKNOWN_FREES);
@@ -178,7 +169,7 @@ fn handles_are_charged_for_what_they_name_now() {
 #[test]
 fn a_free_that_is_changed_while_it_is_made_gives_nothing_back() {
     let bed = Bed::new(TWO);
-    let mut actor = raw(&bed, "a");
+    let mut actor = bed.raw_actor("a");
     let answer = actor.tell("race-free 2MiB");
     assert!(answer.starts_with("the other one was freed"), "{answer}");
     println!(

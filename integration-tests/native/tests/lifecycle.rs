@@ -26,7 +26,7 @@ const ONE: &str = "[tenant.a]\ncgroup = \"@/a.slice\"\nmemory.max = \"3GiB\"\n";
 fn nothing_is_left_within_a_second_of_a_kill() {
     let rounds = 100;
     let bed = Bed::new(ONE);
-    let mut times = Vec::new();
+    let mut slowest = Duration::ZERO;
     for round in 0..rounds {
         let mut actor = bed.actor("a");
         assert!(
@@ -36,17 +36,11 @@ fn nothing_is_left_within_a_second_of_a_kill() {
         assert!(bed.usage("a", 0).memory_used > GIB, "round {round}");
         actor.kill_workload();
         let killed = Instant::now();
-        assert_eq!(bed.wait_for_nothing(PATIENCE), [], "round {round}");
-        times.push(killed.elapsed());
+        let left = bed.wait_for_nothing(Duration::from_secs(1));
+        assert_eq!(left, [], "round {round}");
+        slowest = slowest.max(killed.elapsed());
     }
-    times.sort();
-    println!(
-        "{rounds} kills, nothing left after {:?}, {:?} at most",
-        times[rounds / 2],
-        times[rounds - 1]
-    );
-    // Others may have had the CPUs for that long.
-    assert!(times[rounds - 4] < Duration::from_secs(1), "{times:?}");
+    println!("{rounds} kills, nothing left after {slowest:?} at most");
 }
 
 #[test]

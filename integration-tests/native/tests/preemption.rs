@@ -14,7 +14,7 @@ use std::{
 };
 
 use gpuquota_common::map::counter;
-use gpuquota_native_tests::{Actor, Bed, PATIENCE, binary};
+use gpuquota_native_tests::{Actor, Bed, PATIENCE};
 
 const GIB: u64 = 1 << 30;
 const POLICY: &str = "[tenant.a]\ncgroup = \"@/a.slice\"\nmemory.max = \"4GiB\"\n";
@@ -104,11 +104,7 @@ fn nothing_is_lost_when_tasks_are_preempted_in_the_programs() {
     let bed = Bed::new(POLICY);
     let actors: Vec<Actor> = (0..WORKLOADS)
         .map(|_| {
-            let mut command = bed.run_command("a");
-            command
-                .arg(binary("simtenant"))
-                .args(["--raw", "interactive"]);
-            let mut actor = Actor::start(command);
+            let mut actor = bed.raw_actor("a");
             let answer = actor.tell("measure --rounds 1");
             assert!(answer.starts_with("measured"), "{answer}");
             keep_on_one_processor(actor.workload_pid().cast_signed());

@@ -4,7 +4,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use gpuquota_native_tests::{Actor, Bed, binary};
+use gpuquota_native_tests::{Actor, Bed};
 
 const MIB: u64 = 1 << 20;
 /// Outer and inner tenant share a chain; the third is beside them.
@@ -56,12 +56,8 @@ struct Modelled {
 
 impl Modelled {
     fn start(bed: &Bed, tenant: usize) -> Self {
-        let mut command = bed.run_command(TENANTS[tenant].0);
-        command
-            .arg(binary("simtenant"))
-            .args(["--raw", "interactive"]);
         Self {
-            actor: Actor::start(command),
+            actor: bed.raw_actor(TENANTS[tenant].0),
             tenant,
             held: Vec::new(),
             children: Vec::new(),

@@ -9,7 +9,7 @@ use gpuquota_common::{
     nvidia::class,
 };
 use gpuquota_enforcer::kernel::PinDir;
-use gpuquota_native_tests::{Actor, Bed, PATIENCE, binary};
+use gpuquota_native_tests::{Actor, Bed, PATIENCE};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -17,12 +17,8 @@ const POLICY: &str = "[tenant.a]\ncgroup = \"@/a.slice\"\nmemory.max = \"4GiB\"\
 /// A handle that nobody has.
 const NOBODYS: u32 = 0x7777;
 
-fn raw(bed: &Bed) -> Actor {
-    let mut command = bed.run_command("a");
-    command
-        .arg(binary("simtenant"))
-        .args(["--raw", "interactive"]);
-    let mut actor = Actor::start(command);
+fn holder(bed: &Bed) -> Actor {
+    let mut actor = bed.raw_actor("a");
     assert_eq!(actor.tell("alloc 64MiB"), "allocated 67108864");
     actor
 }
@@ -36,10 +32,7 @@ fn leave(bed: &Bed, actor: &Actor, bytes: u64) {
         .iter()
         .find(|client| client.pid == thread)
         .expect("a client");
-    let state = bed
-        .call(async |client| client.dump_state().await)
-        .expect("the state");
-    let tenant = state["seats"][0]["index"].as_u64().expect("an index");
+    let tenant = bed.state()["seats"][0]["index"].as_u64().expect("an index");
     let flight = InFlight {
         wanted: bytes,
         call: gpuquota_common::map::call::ALLOC_MEMORY,
@@ -61,7 +54,7 @@ fn leave(bed: &Bed, actor: &Actor, bytes: u64) {
 #[test]
 fn what_the_driver_does_not_have_is_charged_until_it_was_asked() {
     let bed = Bed::new(POLICY);
-    let mut actor = raw(&bed);
+    let mut actor = holder(&bed);
     leave(&bed, &actor, GIB);
     assert_eq!(actor.tell("alloc 2MiB"), "allocated 2097152");
     assert_eq!(bed.counter(counter::LATE_EXITS), 1);
@@ -81,7 +74,7 @@ fn what_the_driver_does_not_have_is_charged_until_it_was_asked() {
 #[test]
 fn it_counts_against_the_budget_meanwhile() {
     let bed = Bed::new(POLICY);
-    let mut actor = raw(&bed);
+    let mut actor = holder(&bed);
     leave(&bed, &actor, 4 * GIB - 128 * MIB);
     assert!(actor.tell("alloc 128MiB").starts_with("out of memory"));
     let usage = bed.usage("a", 0);
@@ -93,7 +86,7 @@ fn it_counts_against_the_budget_meanwhile() {
 #[test]
 fn it_goes_with_its_process() {
     let bed = Bed::new(POLICY);
-    let actor = raw(&bed);
+    let actor = holder(&bed);
     leave(&bed, &actor, GIB);
     drop(actor);
     assert_eq!(bed.wait_for_nothing(PATIENCE), []);
