@@ -1,5 +1,6 @@
 """GPU time on a real GPU: what docs/time.md claims, measured. See README.md in this folder."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -92,6 +93,9 @@ class = "urgent"
 launch.max = "1M/s"
 """
 
+# A neighbour of little weight keeps others waiting for as short a slice as there is. The switches cost throughput.
+SHORT_ROUND = '[time]\nround = "4ms"\nleast-slice = "200us"\n'
+
 # The neighbour has what is left once the target is met.
 TARGET = """[class.background]
 priority = 0
@@ -138,6 +142,26 @@ class Run:
         self.bed.ctl("reload")
         time.sleep(0.3)
 
+    def weigh(self, a, b):
+        self.set("a", f"time.weight={a}")
+        self.set("b", f"time.weight={b}")
+
+    def told(self, tenant, what):
+        return (self.bed.usage(tenant).get("time") or {}).get(what, 0)
+
+    @contextlib.contextmanager
+    def settings(self, text):
+        """Restarts the daemon with these settings too, and without them at the end; the tenants do not notice."""
+        path = self.bed.dir / "gpuquota.toml"
+        plain = path.read_text()
+        path.write_text(plain + text)
+        self.bed.restart()
+        try:
+            yield
+        finally:
+            path.write_text(plain)
+            self.bed.restart()
+
     def spin(self, seconds):
         return f"saturate {self.rounds} {seconds}"
 
@@ -167,15 +191,15 @@ class Run:
     def weights(self):
         a, b = self.all("a", "b")
         for wa, wb in ((50, 50), (25, 75), (30, 70), (10, 90)):
-            self.set("a", f"time.weight={wa}")
-            self.set("b", f"time.weight={wb}")
+            self.weigh(wa, wb)
             rates = shares(f"weights {wa}:{wb}", [a, b], [self.spin(11.5)] * 2, 10, (wa, wb), key=f"share/{wa}:{wb}")
             claim(f"weights {wa}:{wb}, sum / alone", None, f"{sum(rates) / self.alone_rate:.1%}", key=f"sum/{wa}:{wb}")
+            claim(f"weights {wa}:{wb}, what the daemon tells of the last 10 s", None,
+                  show([100 * self.told(tenant, "share_10s") for tenant in "ab"]), key=f"told/{wa}:{wb}")
 
     def loops(self):
         a, b = self.all("a", "b")
-        self.set("a", "time.weight=30")
-        self.set("b", "time.weight=70")
+        self.weigh(30, 70)
         length = quick(4, 10)
         for work, line in (("matmul", "matmul 4096"), ("training", "train")):
             shares(f"PyTorch {work} loops 30:70", [a, b], [f"{line} {length + 2}"] * 2, length, (30, 70), 1, 2, key=f"share/{work}")
@@ -213,23 +237,27 @@ class Run:
                 sample(f"ceiling {limit} %", w, count)
             got = 100 * sum(found) / length / self.alone_rate
             worst = max(abs(100 * count / self.alone_rate - limit) for count in found[1:])
-            told = (self.bed.usage("a").get("time") or {}).get("share_10s", 0)
+            told = self.told("a", "share_10s")
             claim(f"ceiling of {limit} % on an idle GPU: within 2 points", abs(got - limit) <= 2,
                   f"{got:.1f} %; a second is off by {worst:.1f} at worst; the daemon tells {100 * told:.1f} %", key=f"ceiling/{limit}", got=got)
         self.set("a", "time.max=")
 
     def latencies(self):
         victim, neighbour = self.all("a", "b")
-        repeats = quick(2, 5)
+        repeats = 5
         for work, line in (("20 kernels of 25 us", f"burst 20 {self.short} 1.5"), ("graph", "graph 1.5")):
-            found = {"alone": [], "weights 95:5": [], "weights 95:5 and a latency target": [], "exclusive": []}
+            found = {"alone": [], "weights 95:5": [], "weights 95:5 in a short round": [], "weights 95:5 and a latency target": [],
+                     "exclusive": []}
             victim.tell(line)  # makes what it needs
             for _ in range(repeats):
                 found["alone"].append(latency(f"{work} alone", victim, line))
                 self.ask_for(policy("abcde"))
-                self.set("a", "time.weight=95")
-                self.set("b", "time.weight=5")
+                self.weigh(95, 5)
                 found["weights 95:5"].append(latency(f"{work}, weights 95:5", victim, line, neighbour, self.spin(3)))
+                with self.settings(SHORT_ROUND):
+                    self.weigh(95, 5)
+                    found["weights 95:5 in a short round"].append(
+                        latency(f"{work}, weights 95:5 in a short round", victim, line, neighbour, self.spin(3)))
                 self.ask_for(policy("cde", TARGET))
                 found["weights 95:5 and a latency target"].append(
                     latency(f"{work}, latency target", victim, line, neighbour, self.spin(3)))
@@ -241,7 +269,7 @@ class Run:
                 p50, p99 = (record.median(column) for column in zip(*times))
                 spread = f"{min(p for _, p in times):.2f} to {max(p for _, p in times):.2f}"
                 measured = f"p50 {p50:.2f} ms, p99 {p99:.2f} ms ({spread} in {repeats} runs), p99 {p99 / alone:.2f} times alone"
-                most = {"weights 95:5": 2.2, "weights 95:5 and a latency target": 2.2, "exclusive": 1.1}.get(how)
+                most = {"weights 95:5": 2.2, "weights 95:5 in a short round": 2.2, "weights 95:5 and a latency target": 2.2, "exclusive": 1.1}.get(how)
                 claim(f"{work}, {how}" + (f": p99 within {most} times alone" if most else ""), most and bool(p99 <= most * alone),
                       measured, key=f"latency/{work}/{how}", p50=p50, p99=p99, ratio=p99 / alone)
 
@@ -267,22 +295,50 @@ class Run:
     def rounds_(self):
         """Restarts the daemon with other rounds; the tenants do not notice."""
         a, b = self.all("a", "b")
-        settings = self.bed.dir / "gpuquota.toml"
-        plain = settings.read_text()
         for length in (5, 10, 20, 40):
-            settings.write_text(plain + f'[time]\nround = "{length}ms"\n')
-            self.bed.restart()
-            self.set("a", "time.weight=50")
-            self.set("b", "time.weight=50")
-            time.sleep(0.5)
-            seconds = quick(3, 10)
-            rates = shares(f"round {length} ms, 50:50", [a, b], [self.spin(seconds + 1.5)] * 2, seconds, (50, 50))
-            part = sum(rates) / self.alone_rate
-            sample("sum by round", length, 100 * part)
-            claim(f"round of {length} ms: sum" + (" at least 97 % of alone" if length == 20 else " / alone"),
-                  part >= 0.97 if length == 20 else None, f"{part:.1%}", key=f"round/{length}", part=part)
-        settings.write_text(plain)
-        self.bed.restart()
+            with self.settings(f'[time]\nround = "{length}ms"\n'):
+                self.weigh(50, 50)
+                time.sleep(0.5)
+                seconds = quick(3, 10)
+                rates = shares(f"round {length} ms, 50:50", [a, b], [self.spin(seconds + 1.5)] * 2, seconds, (50, 50))
+                part = sum(rates) / self.alone_rate
+                sample("sum by round", length, 100 * part)
+                claim(f"round of {length} ms: sum" + (" at least 97 % of alone" if length == 20 else " / alone"),
+                      part >= 0.97 if length == 20 else None, f"{part:.1%}", key=f"round/{length}", part=part)
+        with self.settings(SHORT_ROUND):
+            for weights in ((95, 5), (50, 50)):
+                self.weigh(*weights)
+                rates = shares(f"round of 4 ms, slices from 200 us, {weights[0]}:{weights[1]}", [a, b], [self.spin(4.5)] * 2, 3,
+                               key=f"share/short-{weights[0]}")
+                claim(f"round of 4 ms, slices from 200 us, {weights[0]}:{weights[1]}: sum / alone", None,
+                      f"{sum(rates) / self.alone_rate:.1%}", key=f"sum/short-{weights[0]}")
+
+    def eager(self):
+        """A training that launches its kernels one by one, beside a neighbour that saturates the GPU: what each control makes of it."""
+        victim, neighbour = self.all("a", "b")
+        length = quick(4, 10)
+        line = f"steps resnet50 {length + 1.5}"
+        victim.tell("steps resnet50 0.5")
+        (alone,) = (sum(column) / length for column in zip(*windows([victim.tell(line)], length)))
+        claim("ResNet-50 training alone, steps/s", None, f"{alone:.1f}", key="eager/alone")
+
+        def beside(how, key):
+            rates = shares(f"ResNet-50 training beside saturating kernels, {how}", [victim, neighbour], [line, self.spin(length + 1.5)], length)
+            parts = [100 * rate / whole for rate, whole in zip(rates, (alone, self.alone_rate))]
+            told = [100 * self.told(tenant, "share_10s") for tenant in "ab"]
+            claim(f"ResNet-50 training beside saturating kernels, {how}: each in percent of what it does alone", None,
+                  f"{show(parts)}; the daemon tells shares of {show(told)}", key=f"eager/{key}", parts=parts)
+
+        self.weigh(50, 50)
+        beside("weights 50:50", "weights")
+        with self.settings(SHORT_ROUND):
+            self.weigh(50, 50)
+            beside("weights 50:50 in a short round", "short")
+        for tenant in "ab":
+            self.set(tenant, "time.max=50%")
+        beside("ceilings of 50 %", "ceilings")
+        for tenant in "ab":
+            self.set(tenant, "time.max=")
 
     def adoption(self):
         """Processes that were there before the daemon."""
@@ -354,5 +410,5 @@ if __name__ == "__main__":
     run = Run()
     record.run("time", {
         "default": run.default, "shares": run.weights, "loops": run.loops, "latency": run.latencies, "ceilings": run.ceilings,
-        "freeze": run.freeze, "many": run.many, "rounds": run.rounds_, "adoption": run.adoption, "mps": run.mps,
+        "freeze": run.freeze, "many": run.many, "rounds": run.rounds_, "eager": run.eager, "adoption": run.adoption, "mps": run.mps,
     })

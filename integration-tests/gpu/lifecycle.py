@@ -83,5 +83,14 @@ def restarts():
     host.close()
 
 
+def names():
+    """What the daemon asks the driver after an end that it has not seen (docs/internals.md): only this answer releases a charge."""
+    worker = cuda_worker(None, None)
+    status = worker.tell("handle-info 0xcafe0042")["status"]
+    worker.close()
+    claim("the driver answers OBJECT_NOT_FOUND (0x57) when asked for an object that is not there", status == 0x57, f"{status:#x}",
+          key="life/not-found")
+
+
 if __name__ == "__main__":
-    record.run("lifecycle", {"ends": ends, "cgroups": cgroups, "restarts": restarts})
+    record.run("lifecycle", {"ends": ends, "cgroups": cgroups, "restarts": restarts, "names": names})

@@ -12,8 +12,8 @@ DOCUMENT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md
 BEGIN, END = "<!-- measured on a GPU: begin; written by integration-tests/gpu/report.py -->", "<!-- measured on a GPU: end -->"
 PARTS = (
     ("memory", "Memory budgets"), ("paths", "Ways to allocate"), ("lifecycle", "Ends of processes and of the daemon"),
-    ("launches", "Launch budgets"), ("insight", "Leak finder"), ("profile", "Launch profile"),
-    ("idle", "What leaves a GPU idle"), ("time", "GPU time"), ("tail", "A service beside a neighbour"),
+    ("launches", "Launch budgets"), ("collective", "A collective under a launch budget"), ("insight", "Leak finder"),
+    ("profile", "Launch profile"), ("idle", "What leaves a GPU idle"), ("time", "GPU time"), ("tail", "A service beside a neighbour"),
     ("overhead", "What governed programs pay"), ("neighbours", "Bad neighbours"), ("control", "Control plane"),
     ("telemetry", "What is told"),
 )
@@ -32,7 +32,7 @@ PROTOTYPES = (
     ("freezing takes 0.73 ms, thawing 0.42 ms", ("act/freeze", "act/thaw")),
     ("setting a slice takes 0.3 ms", "act/slice"),
     ("20 kernels of 25 us beside a frozen neighbour: p99 0.55 ms, as alone", "latency/20 kernels of 25 us/exclusive"),
-    ("the same beside a neighbour of short slices: p99 1.07 ms", "latency/20 kernels of 25 us/weights 95:5"),
+    ("the same beside a neighbour of short slices: p99 1.07 ms", "latency/20 kernels of 25 us/weights 95:5 in a short round"),
     ("cuMemAlloc of 64 MiB under notification: 36 to 90 us", "overhead/cuMemAlloc and cuMemFree of 2 MiB/memory"),
     ("a process that was there first is found, and its channels obey", ("adopt/memory", "adopt/share")),
 )
@@ -64,7 +64,8 @@ def section(title, part):
     lines = [f"### {title}", ""]
     if not part["claims"]:
         return lines
-    lines += [f"{part['date']}, {part['seconds']} s{', quick' if part['quick'] else ''}; {gpus[0]['name'] if gpus else 'GPU unknown'}"
+    took = f", {part['seconds']} s" if part["seconds"] else ""
+    lines += [f"{part['date']}{took}{', quick' if part['quick'] else ''}; {gpus[0]['name'] if gpus else 'GPU unknown'}"
               f"{f' ({len(gpus)} of them in the host)' if len(gpus) > 1 else ''}, driver {gpus[0]['driver_version'] if gpus else 'unknown'}, "
               f"kernel {part['kernel']}; raw data: [{part['part']}.json](benchmarks/{part['part']}.json), "
               f"[{part['part']}.csv](benchmarks/{part['part']}.csv)", "",
@@ -145,7 +146,7 @@ def plots():
         axes.set_ylim(0, 100)
 
     draw("shares.svg", "Share of the first of two tenants, by second", "Shares over time", over_time,
-         sorted({name.rsplit("/", 1)[0] for name in time if name.endswith("/1") and ("weights" in name or "default" in name or "MPS" in name)}),
+         sorted({name.rsplit("/", 1)[0] for name in time if name.endswith("/1") and name.startswith(("weights", "default", "MPS"))}),
          xlabel="s", ylabel="% of the GPU")
 
     def cdf(axes, systems):

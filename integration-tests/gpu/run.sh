@@ -3,8 +3,8 @@
 # plots of docs/benchmarks.md from what it measured. README.md in this folder says more.
 #
 # usage: run.sh                    everything: about 40 minutes; QUICK=1: about 13
-#        run.sh PART [SUBPART...]  one part, without the report: memory paths lifecycle launches insight profile idle time tail overhead
-#                                  neighbours control telemetry
+#        run.sh PART [SUBPART...]  one part, without the report: memory paths lifecycle launches collective insight profile idle time tail
+#                                  overhead neighbours control telemetry
 #        run.sh report             tables and plots from the raw data that is there
 #
 # BIN: folder of gpuquotad and gpuquotactl (target/release)   OUT: folder for raw data (docs/benchmarks)   GPU: which one (0)
@@ -12,7 +12,7 @@ set -euo pipefail
 here=$(dirname "$(readlink -f "$0")")
 repo=$(readlink -f "$here/../..")
 export BIN=${BIN:-$repo/target/release} OUT=${OUT:-$repo/docs/benchmarks} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-parts=(memory paths lifecycle launches insight profile idle time tail overhead neighbours control telemetry)
+parts=(memory paths lifecycle launches collective insight profile idle time tail overhead neighbours control telemetry)
 
 script() { # the file of a part
     case $1 in

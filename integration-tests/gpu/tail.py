@@ -42,7 +42,7 @@ def service():
         pairs["exclusive class"] = pairs["weights 95:5"]
         for load in LOADS:
             found = {}
-            for repeat in range(quick(1, 5)):
+            for repeat in range(5):
                 for system in ("alone", *pairs):
                     if system in ("weights 95:5", "exclusive class"):
                         host.write_policy(WEIGHTS if system.startswith("weights") else policy("b", EXCLUSIVE))
@@ -50,7 +50,7 @@ def service():
                         time.sleep(0.3)
                     victim, neighbour = (pairs["default time slicing"][0], None) if system == "alone" else pairs[system]
                     found.setdefault(system, []).extend(
-                        measure(system, load, rate, victim, neighbour, spin, quick(2, 20), repeat))
+                        measure(system, load, rate, victim, neighbour, spin, quick(1, 20), repeat))
             base = record.at(found["alone"], 0.99)
             for system, times in found.items():
                 p50, p95, p99 = (record.at(times, share) for share in (0.5, 0.95, 0.99))

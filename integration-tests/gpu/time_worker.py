@@ -291,6 +291,8 @@ def answer(words):
         return copy(float(words[1]))
     if words[0] == "step":
         return step_time(words[1], float(words[2]))
+    if words[0] == "steps":
+        return keep_busy(step(words[1]), float(words[2]), 1, 2)
     if words[0] == "hold":
         held.append(torch.empty(int(words[1]) << 20, dtype=torch.uint8, device="cuda"))
         return {}

@@ -26,6 +26,7 @@ impl Enforcer {
                 settings: Settings {
                     round: self.config.time.round,
                     period: self.config.time.period,
+                    least_slice: self.config.time.least_slice,
                 },
                 energy: Arc::clone(&self.energy),
                 library: self.config.gpu.nvml_library.clone(),

@@ -20,6 +20,7 @@ use super::{
     gpu::{Context, Gpu, Member, Told, chain},
     handles::{Held, Place, Registry},
     rules::{Reason, Rules},
+    slices::Round,
 };
 
 /// Longest time between two looks at what is due.
@@ -63,6 +64,8 @@ pub struct Settings {
     pub round: Duration,
     /// The period of ceilings.
     pub period: Duration,
+    /// No slice by weight is shorter.
+    pub least_slice: Duration,
 }
 
 /// A process whose time is not controlled.
@@ -345,11 +348,14 @@ impl Engine {
             self.look(levers, now);
             self.slices_changed = true;
         }
-        let round_us = micros(self.settings.round);
+        let round = Round {
+            length_us: micros(self.settings.round),
+            least_us: micros(self.settings.least_slice),
+        };
         if self.slices_changed {
             self.slices_changed = false;
             for (gpu, state) in &mut self.gpus {
-                state.divide(&self.rules, *gpu, round_us);
+                state.divide(&self.rules, *gpu, round);
             }
             self.set_slices(levers);
         }

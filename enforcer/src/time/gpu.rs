@@ -13,7 +13,7 @@ use super::{
     pressure::{self, Pressure, Use},
     priority::{self, Door, Ranked, Unwanted},
     rules::{Reason, Rule, Rules},
-    slices::{self, Contender, Division, Node},
+    slices::{self, Contender, Division, Node, Round},
 };
 
 /// Who used a GPU counts as active for so long after.
@@ -305,8 +305,8 @@ impl Gpu {
     }
 
     /// Divides the round anew.
-    pub fn divide(&mut self, rules: &Rules, gpu: u32, round_us: u64) {
-        let mut division = slices::divide(round_us, &self.nodes(rules, gpu, None, 0));
+    pub fn divide(&mut self, rules: &Rules, gpu: u32, round: Round) {
+        let mut division = slices::divide(round, &self.nodes(rules, gpu, None, 0));
         if let Some((lowest, squeeze)) = self.squeezed(rules, gpu) {
             for member in &self.members {
                 if lowest.contains(&member.tenant)

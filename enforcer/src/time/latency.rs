@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-/// Least slice of who is squeezed, microseconds. Below [`LEAST_SLICE_US`](super::slices::LEAST_SLICE_US) proportions
+/// Least slice of who is squeezed, microseconds. Below some 450 µs proportions
 /// do not hold, which matters to nobody here, but others wait less: measured on an H200, a neighbour's slice of 200 µs
 /// costs 20 kernels of 25 µs another 0.5 ms, one of 500 µs costs them 0.8 ms.
 pub const LEAST_SQUEEZED_US: u64 = 200;

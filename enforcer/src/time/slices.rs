@@ -5,15 +5,22 @@
 
 use std::collections::BTreeMap;
 
-/// No slice is shorter: the hardware rounds slices below about 450 µs up, and a switch costs about 200 µs.
-pub const LEAST_SLICE_US: u64 = 500;
-/// How far a round may grow so that its smallest slice is [`LEAST_SLICE_US`] and the proportions still hold.
+/// How far a round may grow so that its smallest slice is not below the least and the proportions still hold.
 pub const STRETCH: u64 = 4;
 /// Weight of the processes that are in a tenant itself, beside the tenants inside it.
 pub const OWN_WEIGHT: u32 = 100;
 
 /// Fractions are in units of 2^-40.
 const ONE: u64 = 1 << 40;
+
+/// What is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Round {
+    /// How long it takes until everybody has had a slice, microseconds.
+    pub length_us: u64,
+    /// No slice is shorter, microseconds, whatever that makes of the proportions and the length.
+    pub least_us: u64,
+}
 
 /// A process that has contexts on the GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,10 +75,10 @@ struct Part {
     lent: u64,
 }
 
-/// Divides a round of `round_us` over `nodes` by weight, over the tenants inside each of them again, and over the
+/// Divides a round over `nodes` by weight, over the tenants inside each of them again, and over the
 /// processes of a tenant evenly.
 ///
-/// Proportions hold exactly (to a microsecond) as long as no context gets less than [`LEAST_SLICE_US`] in a round
+/// Proportions hold exactly (to a microsecond) as long as no context gets less than the least slice in a round
 /// that is [`STRETCH`] times as long; beyond that the smallest get that slice and the others divide the rest. The
 /// round grows as much as is needed, so nobody is left without a slice.
 ///
@@ -79,7 +86,11 @@ struct Part {
 /// forgotten would have half of the team's share else. An idle one keeps the slice that it has when all are active, so
 /// a tenant has less than twice its share for as long as it takes to see that it is back. Between the outermost tenants
 /// nothing is lent: the driver skips who has no work.
-pub fn divide(round_us: u64, nodes: &[Node]) -> Division {
+pub fn divide(round: Round, nodes: &[Node]) -> Division {
+    let Round {
+        length_us,
+        least_us,
+    } = round;
     let mut parts = Vec::new();
     distribute(
         Whole {
@@ -97,11 +108,18 @@ pub fn divide(round_us: u64, nodes: &[Node]) -> Division {
     let Some(smallest) = parts.iter().map(|part| part.fraction).min() else {
         return Division::default();
     };
-    let fitting = scale(LEAST_SLICE_US, ONE, smallest.max(1)).saturating_add(1);
-    let round = round_us
-        .max(fitting.min(round_us.saturating_mul(STRETCH)))
-        .max(contexts.saturating_mul(LEAST_SLICE_US));
-    let slices = fill(round, contexts, &parts);
+    let fitting = scale(least_us, ONE, smallest.max(1)).saturating_add(1);
+    let stretched = length_us
+        .max(fitting.min(length_us.saturating_mul(STRETCH)))
+        .max(contexts.saturating_mul(least_us));
+    let slices = fill(
+        Round {
+            length_us: stretched,
+            least_us,
+        },
+        contexts,
+        &parts,
+    );
     Division {
         round_us: parts
             .iter()
@@ -201,10 +219,14 @@ fn distribute(whole: Whole, nodes: Vec<&Node>, parts: &mut Vec<Part>, lends: boo
     }
 }
 
-/// Slices per context that are proportional to the fractions, none below [`LEAST_SLICE_US`].
-fn fill(round: u64, contexts: u64, parts: &[Part]) -> Vec<u64> {
-    if contexts.saturating_mul(LEAST_SLICE_US) >= round {
-        return vec![LEAST_SLICE_US; parts.len()];
+/// Slices per context that are proportional to the fractions, none below the least.
+fn fill(round: Round, contexts: u64, parts: &[Part]) -> Vec<u64> {
+    let Round {
+        length_us,
+        least_us,
+    } = round;
+    if contexts.saturating_mul(least_us) >= length_us {
+        return vec![least_us; parts.len()];
     }
     let mut least = vec![false; parts.len()];
     loop {
@@ -216,24 +238,24 @@ fn fill(round: u64, contexts: u64, parts: &[Part]) -> Vec<u64> {
                 .map(|(part, _)| of(part) * u64::from(part.process.contexts))
                 .sum()
         };
-        let rest = round.saturating_sub(count(&least, true, &|_| LEAST_SLICE_US));
+        let rest = length_us.saturating_sub(count(&least, true, &|_| least_us));
         let fractions = count(&least, false, &|part| part.fraction).max(1);
         let slices: Vec<u64> = parts
             .iter()
             .zip(&least)
             .map(|(part, least)| {
                 if *least {
-                    LEAST_SLICE_US
+                    least_us
                 } else {
                     scale(rest, part.fraction, fractions)
                 }
             })
             .collect();
-        if slices.iter().all(|slice| *slice >= LEAST_SLICE_US) {
+        if slices.iter().all(|slice| *slice >= least_us) {
             return slices;
         }
         for (least, slice) in least.iter_mut().zip(&slices) {
-            *least |= *slice < LEAST_SLICE_US;
+            *least |= *slice < least_us;
         }
     }
 }
@@ -250,6 +272,15 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    const LEAST_US: u64 = 500;
+
+    fn round(length_us: u64) -> Round {
+        Round {
+            length_us,
+            least_us: LEAST_US,
+        }
+    }
 
     fn process(tgid: u32) -> Contender {
         Contender {
@@ -275,7 +306,7 @@ mod tests {
             (30, 70, [3000, 7000]),
             (10, 90, [1000, 9000]),
         ] {
-            let division = divide(10_000, &[tenant(a, &[1]), tenant(b, &[2])]);
+            let division = divide(round(10_000), &[tenant(a, &[1]), tenant(b, &[2])]);
             assert_eq!([division.slices[&1], division.slices[&2]], slices);
             assert_eq!(division.round_us, 10_000);
         }
@@ -283,7 +314,7 @@ mod tests {
 
     #[test]
     fn two_processes_in_one_tenant_count_as_one_tenant() {
-        let division = divide(20_000, &[tenant(100, &[1, 2]), tenant(100, &[3])]);
+        let division = divide(round(20_000), &[tenant(100, &[1, 2]), tenant(100, &[3])]);
         assert_eq!(
             division.slices[&1] + division.slices[&2],
             division.slices[&3]
@@ -294,7 +325,7 @@ mod tests {
     fn two_contexts_in_one_process_count_as_one_process() {
         let mut first = tenant(100, &[1]);
         first.own[0].contexts = 2;
-        let division = divide(20_000, &[first, tenant(100, &[2])]);
+        let division = divide(round(20_000), &[first, tenant(100, &[2])]);
         assert_eq!(2 * division.slices[&1], division.slices[&2]);
     }
 
@@ -305,7 +336,7 @@ mod tests {
             own: vec![process(1)],
             inside: vec![tenant(100, &[2]), tenant(100, &[3])],
         };
-        let division = divide(12_000, &[outer, tenant(100, &[4])]);
+        let division = divide(round(12_000), &[outer, tenant(100, &[4])]);
         assert_eq!(division.slices[&4], 3000);
         for tgid in 1..=3 {
             assert_eq!(division.slices[&tgid], 3000);
@@ -322,13 +353,19 @@ mod tests {
     #[test]
     fn an_idle_process_lends_its_share_to_the_others_of_its_tenant() {
         let beside = tenant(100, &[4]);
-        let division = divide(20_000, &[idle(tenant(100, &[1, 2]), &[2]), beside.clone()]);
+        let division = divide(
+            round(20_000),
+            &[idle(tenant(100, &[1, 2]), &[2]), beside.clone()],
+        );
         assert_eq!(
             [1, 2, 4].map(|tgid| division.slices[&tgid]),
             [10_000, 5000, 10_000]
         );
         // All idle: as if all were active, and nobody beside them has more or less.
-        let division = divide(20_000, &[idle(tenant(100, &[1, 2]), &[1, 2]), beside]);
+        let division = divide(
+            round(20_000),
+            &[idle(tenant(100, &[1, 2]), &[1, 2]), beside],
+        );
         assert_eq!(
             [1, 2, 4].map(|tgid| division.slices[&tgid]),
             [5000, 5000, 10_000]
@@ -346,7 +383,7 @@ mod tests {
             ],
         };
         let slices = |idle_ones: &[u32]| {
-            let division = divide(16_000, &[outer(idle_ones), tenant(100, &[4])]);
+            let division = divide(round(16_000), &[outer(idle_ones), tenant(100, &[4])]);
             [1, 2, 3, 4].map(|tgid| division.slices[&tgid])
         };
         assert_eq!(slices(&[]), [2000, 2000, 4000, 8000]);
@@ -359,17 +396,39 @@ mod tests {
 
     #[test]
     fn a_round_grows_before_proportions_are_given_up() {
-        let division = divide(10_000, &[tenant(2, &[1]), tenant(98, &[2])]);
+        let division = divide(round(10_000), &[tenant(2, &[1]), tenant(98, &[2])]);
         assert_eq!(division.slices[&1], 500);
         assert!(division.slices[&2].abs_diff(24_500) <= 50, "{division:?}");
-        let steep = divide(10_000, &[tenant(1, &[1]), tenant(10_000, &[2])]);
+        let steep = divide(round(10_000), &[tenant(1, &[1]), tenant(10_000, &[2])]);
         assert_eq!(steep.slices[&1], 500);
         assert_eq!(steep.slices[&2], 39_500);
     }
 
     #[test]
+    fn slices_are_as_short_as_the_least() {
+        let short = |least_us| Round {
+            length_us: 4000,
+            least_us,
+        };
+        let tenants = [tenant(95, &[1]), tenant(5, &[2])];
+        for (least_us, wanted) in [(200, [3800, 200]), (500, [9500, 500])] {
+            let slices = divide(short(least_us), &tenants).slices;
+            // A round that grows does so by a few microseconds more than it must.
+            for (tgid, wanted) in [1, 2].into_iter().zip(wanted) {
+                assert!(
+                    slices[&tgid].abs_diff(wanted) <= 20,
+                    "{least_us}: {slices:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
     fn nobody_there_divides_nothing() {
-        assert_eq!(divide(10_000, &[tenant(1, &[])]), Division::default());
+        assert_eq!(
+            divide(round(10_000), &[tenant(1, &[])]),
+            Division::default()
+        );
     }
 
     /// Up to 64 tenants with up to 4 processes each.
@@ -404,29 +463,29 @@ mod tests {
         #[test]
         fn slices_fill_the_round_and_nobody_starves(
             tenants in tenants(),
-            round in 1000..100_000u64,
+            length in 1000..100_000u64,
         ) {
             let nodes = build(&tenants);
-            let division = divide(round, &nodes);
+            let division = divide(round(length), &nodes);
             let count = division.slices.len() as u64;
             prop_assert_eq!(count, tenants.iter().map(|(_, n)| *n as u64).sum::<u64>());
-            prop_assert!(division.slices.values().all(|slice| *slice >= LEAST_SLICE_US));
+            prop_assert!(division.slices.values().all(|slice| *slice >= LEAST_US));
             let sum: u64 = division.slices.values().sum();
             prop_assert_eq!(sum, division.round_us);
             // Rounding alone makes it differ from what was asked for, unless it had to grow.
-            let least = count * LEAST_SLICE_US;
-            prop_assert!(sum + count >= round.max(least), "{} of {}", sum, round);
-            prop_assert!(sum <= (round * STRETCH).max(least) + count);
+            let least = count * LEAST_US;
+            prop_assert!(sum + count >= length.max(least), "{} of {}", sum, length);
+            prop_assert!(sum <= (length * STRETCH).max(least) + count);
         }
 
         #[test]
         fn slices_are_proportional_where_none_is_the_least(
             tenants in prop::collection::vec((100..1000u32, 1..=3usize), 1..=6),
-            round in 10_000..100_000u64,
+            length in 10_000..100_000u64,
         ) {
             let nodes = build(&tenants);
-            let division = divide(round, &nodes);
-            prop_assume!(division.slices.values().all(|slice| *slice > LEAST_SLICE_US));
+            let division = divide(round(length), &nodes);
+            prop_assume!(division.slices.values().all(|slice| *slice > LEAST_US));
             let weights: u64 = tenants.iter().map(|(weight, _)| u64::from(*weight)).sum();
             for (node, (weight, processes)) in nodes.iter().zip(&tenants) {
                 let exact = division.round_us * u64::from(*weight) / weights;
@@ -443,14 +502,14 @@ mod tests {
         fn what_is_lent_is_the_tenants_own(
             tenants in prop::collection::vec((100..1000u32, 1..=4usize), 1..=6),
             idle_ones in prop::collection::btree_set(1..24u32, 0..24),
-            round in 20_000..100_000u64,
+            length in 20_000..100_000u64,
         ) {
             let all = build(&tenants);
             let some: Vec<Node> = all.iter().map(|node| {
                 let ones: Vec<u32> = idle_ones.iter().copied().collect();
                 idle(node.clone(), &ones)
             }).collect();
-            let (by_right, lent) = (divide(round, &all), divide(round, &some));
+            let (by_right, lent) = (divide(round(length), &all), divide(round(length), &some));
             prop_assert_eq!(by_right.round_us, lent.round_us);
             for (node, plain) in some.iter().zip(&all) {
                 let whole = share(&by_right, plain);
@@ -467,11 +526,11 @@ mod tests {
         #[test]
         fn more_weight_is_never_less_time(
             tenants in tenants(),
-            round in 1000..100_000u64,
+            length in 1000..100_000u64,
         ) {
             let single: Vec<(u32, usize)> = tenants.iter().map(|(weight, _)| (*weight, 1)).collect();
             let nodes = build(&single);
-            let division = divide(round, &nodes);
+            let division = divide(round(length), &nodes);
             let mut sorted: Vec<(u32, u64)> = nodes
                 .iter()
                 .map(|node| (node.weight, share(&division, node)))
@@ -483,7 +542,7 @@ mod tests {
         #[test]
         fn any_tree_is_divided(
             weights in prop::collection::vec((1..=10_000u32, 0..3u32, 0..3usize), 1..20),
-            round in 1..50_000u64,
+            length in 1..50_000u64,
         ) {
             // Every tenant lies inside the one before it, or beside.
             let mut roots: Vec<Node> = Vec::new();
@@ -506,10 +565,10 @@ mod tests {
                 }
                 level.push(node);
             }
-            let division = divide(round, &roots);
+            let division = divide(round(length), &roots);
             let present = weights.iter().filter(|(_, contexts, _)| *contexts > 0).count();
             prop_assert_eq!(division.slices.len(), present);
-            prop_assert!(division.slices.values().all(|slice| *slice >= LEAST_SLICE_US));
+            prop_assert!(division.slices.values().all(|slice| *slice >= LEAST_US));
         }
     }
 }

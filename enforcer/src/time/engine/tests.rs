@@ -22,6 +22,7 @@ const MS: Duration = Duration::from_millis(1);
 const SETTINGS: Settings = Settings {
     round: Duration::from_millis(10),
     period: Duration::from_millis(100),
+    least_slice: Duration::from_micros(500),
 };
 
 /// A GPU whose time goes to those who are not frozen, by their slices. Everybody always wants more.
