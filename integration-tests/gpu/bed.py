@@ -206,22 +206,24 @@ def nvml_bytes():
     return {int(pid): int(mib) * MIB for pid, mib in (line.split(",") for line in lines if line.strip())}
 
 
-def worker(bed, tenant, script, environment=None):
-    """A Python program of this folder that answers each line of input with a line, in a tenant; with tenant None in none."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1,
-             "env": {**os.environ, **(environment or {})}}
+def worker(bed, tenant, script, environment=None, cpus=None):
+    """A Python program of this folder that answers each line of input with a line, in a tenant, with tenant None in none; on these
+    CPUs only, if any are named."""
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1, "env": {**os.environ, **(environment or {})}}
+    if cpus:
+        options["preexec_fn"] = lambda: os.sched_setaffinity(0, cpus)
     command = [sys.executable, pathlib.Path(__file__).with_name(script)]
-    return Worker(subprocess.Popen(command, **pipes) if tenant is None else bed.run(tenant, *command, **pipes))
+    return Worker(subprocess.Popen(command, **options) if tenant is None else bed.run(tenant, *command, **options))
 
 
-def cuda_worker(bed, tenant):
+def cuda_worker(bed, tenant, **options):
     """A worker that speaks to the driver's interface directly."""
-    return worker(bed, tenant, "cuda_worker.py")
+    return worker(bed, tenant, "cuda_worker.py", **options)
 
 
-def time_worker(bed, tenant, environment=None):
+def time_worker(bed, tenant, environment=None, **options):
     """A PyTorch worker of time_worker.py."""
-    return worker(bed, tenant, "time_worker.py", environment)
+    return worker(bed, tenant, "time_worker.py", environment, **options)
 
 
 def beside(victim, line, neighbour=None, order=None):
