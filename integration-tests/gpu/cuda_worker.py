@@ -223,6 +223,34 @@ def fill(way, mib, most):
     return {"mib": got, "code": 0}
 
 
+def managed(mib):
+    """Managed memory that is on the GPU and full of ones."""
+    size = int(mib) << 20
+    code, pointer = by_managed(size)
+    check(code, "cuMemAllocManaged")
+    state["managed"] = pointer, size
+    return touch(1)
+
+
+def touch(value):
+    """Milliseconds for the GPU to write all of the managed memory; whether it held throughout what was written last, read before."""
+    pointer, size = state["managed"]
+    first = ctypes.string_at(pointer.value, 1)
+    same = all(ctypes.string_at(pointer.value + at, 1) == first for at in range(0, size, 64 << 20))
+    start = time.monotonic()
+    check(cuda.cuMemsetD8_v2(pointer, ctypes.c_ubyte(int(value)), ctypes.c_size_t(size)), "cuMemsetD8")
+    check(cuda.cuCtxSynchronize(), "cuCtxSynchronize")
+    return {"ms": 1000 * (time.monotonic() - start), "held": first[0] if same else None}
+
+
+def wait_for_memory(mib):
+    """Seconds that one allocation takes, and the driver's error code."""
+    start = time.monotonic()
+    code, pointer = by_alloc(int(mib) << 20)
+    state.setdefault("kept", []).append(pointer)
+    return {"s": time.monotonic() - start, "code": code}
+
+
 def share():
     """Memory of 256 MiB that another process may open."""
     code, pointer = by_alloc(256 << 20)
@@ -346,6 +374,9 @@ COMMANDS = {
     "open": open_shared,
     "allocations": lambda count: allocations(int(count)),
     "controls": lambda count: controls(int(count)),
+    "managed": managed,
+    "touch": touch,
+    "allocate": wait_for_memory,
     "handle-info": lambda handle: handle_info(int(handle, 0)),
 }
 

@@ -1,11 +1,14 @@
 """Memory budgets on a real GPU with PyTorch. See README.md in this folder."""
 
+import json
 import os
+import select
 import signal
+import subprocess
 import time
 
 import record
-from bed import Bed, GIB, MIB, nvml_bytes
+from bed import Bed, GIB, MIB, cuda_worker, nvml_bytes, together
 from record import claim as check, sample
 
 
@@ -106,5 +109,50 @@ def life_and_death():
     bed.close()
 
 
+def reclaim():
+    """Managed memory above memory.high is moved to the host while its program goes on."""
+    bed = Bed('[tenant.t]\ncgroup = "@/t.slice"\nmemory.max = "24GiB"\nmemory.high = "5GiB"\nmemory.on-high = "reclaim"\n')
+    worker = cuda_worker(bed, "t")
+    worker.tell("context")
+    first = worker.tell("managed 4096")
+    there = worker.tell("touch 2")
+    monitor = subprocess.Popen(bed.command("monitor", "--json"), stdout=subprocess.PIPE, text=True)
+    time.sleep(0.5)
+    began = time.monotonic()
+    worker.tell("fill cuMemAlloc 4096 4096")
+    moved, took = 0, 0.0
+    while moved < 2 * GIB and select.select([monitor.stdout], [], [], began + 10 - time.monotonic())[0]:
+        event = json.loads(monitor.stdout.readline())
+        if event.get("event") == "reclaimed":
+            moved, took = moved + event["moved"], time.monotonic() - began
+    monitor.kill()
+    back = worker.tell("touch 3")
+    check("managed memory above memory.high is moved to the host, and comes back when the program uses it, with what it held",
+          moved >= 2 * GIB and back["held"] == 2, f"{moved // MIB} MiB within {took:.2f} s; 4 GiB written by the GPU in {first['ms']:.0f} ms at first, "
+          f"{there['ms']:.0f} ms where they were, {back['ms']:.0f} ms after", key="memory/reclaim")
+    worker.close()
+    bed.close()
+
+
+def waiting():
+    """With on-max = "wait" an allocation blocks until there is room, and is refused when that takes too long."""
+    bed = Bed('[tenant.t]\ncgroup = "@/t.slice"\nmemory.max = "8GiB"\nmemory.on-max = "wait"\nmemory.wait-timeout = "4s"\n')
+    first, second = workers = [cuda_worker(bed, "t") for _ in range(2)]
+    together(workers, "context")
+    first.tell("fill cuMemAlloc 1024 6144")
+    second.order("allocate 4096")
+    time.sleep(2)
+    first.close()
+    granted = second.answer()
+    check("an allocation over the budget waits, and is granted once there is room", granted["code"] == 0 and 1.5 <= granted["s"] <= 3.5,
+          f"after {granted['s']:.2f} s; room was made after 2", key="memory/wait")
+    refused = second.tell("allocate 8000")
+    check("and is refused as out of memory after wait-timeout", refused["code"] == 2 and 3.5 <= refused["s"] <= 6,
+          f"after {refused['s']:.2f} s of 4", key="memory/wait-timeout")
+    second.close()
+    bed.close()
+
+
 if __name__ == "__main__":
-    record.run("memory", {"oom": out_of_memory_free_and_raise, "limits": limits, "allocators": allocators, "life": life_and_death})
+    record.run("memory", {"oom": out_of_memory_free_and_raise, "limits": limits, "allocators": allocators, "life": life_and_death,
+                          "reclaim": reclaim, "waiting": waiting})
