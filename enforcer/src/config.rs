@@ -119,7 +119,7 @@ pub struct TimeSettings {
     pub round: Duration,
     /// The period of `time.max`: a tenant is frozen for the rest of it once its share is used up.
     pub period: Duration,
-    /// No slice by weight is shorter. A switch costs some 200 µs on an H200, and below some 450 µs shares were not exact there.
+    /// No slice by weight is shorter. A switch costs some 200 µs on an H200, so a share of short slices is less exact.
     pub least_slice: Duration,
 }
 

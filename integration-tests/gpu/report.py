@@ -25,6 +25,7 @@ PROTOTYPES = (
     ("a probe adds 0.45 to 2 us to a launch", "cost/launch"),
     ("slices 1000 : 3000 give 25.0 : 75.0", "share/25:75"),
     ("slices 500 : 4500 give 10.0 : 90.0", "share/10:90"),
+    ("slices of 300 : 2700 give 14.3 : 85.7, those under about 450 us are rounded up", "share/short-95"),
     ("default time slicing: 50 : 50, sum 84 % of alone", ("share/default", "sum/default")),
     ("slices of 2 and 18 ms: sum 99 % of alone", "round/20"),
     ("PyTorch matmul at 1500 : 3500: 29.5 : 70.5", "share/matmul"),
@@ -34,6 +35,9 @@ PROTOTYPES = (
     ("20 kernels of 25 us beside a frozen neighbour: p99 0.55 ms, as alone", "latency/20 kernels of 25 us/exclusive"),
     ("the same beside a neighbour of short slices: p99 1.07 ms", "latency/20 kernels of 25 us/weights 95:5 in a short round"),
     ("cuMemAlloc of 64 MiB under notification: 36 to 90 us", "overhead/cuMemAlloc and cuMemFree of 2 MiB/memory"),
+    ("4 GiB of managed memory are moved to the host in 1.09 s, and faulted back in 0.51 s", "memory/reclaim"),
+    ("an allocation that is told to retry (status 0x03) blocks until it is allowed", ("memory/wait", "memory/wait-timeout")),
+    ("cuInit takes 106 ms, a context 133 ms", "start/1"),
     ("a process that was there first is found, and its channels obey", ("adopt/memory", "adopt/share")),
 )
 
