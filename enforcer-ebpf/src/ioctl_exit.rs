@@ -180,13 +180,13 @@ fn settle(settings: &Settings, flight: &InFlight) {
         call::FREE if before.kind == 0 => count(counter::UNKNOWN_FREES),
         call::FREE => freed(tgid, key, &before),
         call::DUP => dup(tgid, flight, key),
-        call::ALLOC_MEMORY => {
-            let bytes = charge(settings, tgid, flight);
+        made => {
+            let bytes = if made == call::ALLOC_MEMORY {
+                charge(settings, tgid, flight)
+            } else {
+                0
+            };
             remember(tgid, flight, key, bytes);
-            note_use(tgid, flight.fd, key.client);
-        }
-        _ => {
-            remember(tgid, flight, key, 0);
             note_use(tgid, flight.fd, key.client);
         }
     }

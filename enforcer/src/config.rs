@@ -651,66 +651,73 @@ impl File {
             config.enforcement.context_bound = bytes;
         }
 
-        let mut interval = |target: &mut Duration,
-                            value: Option<Spanned<Interval>>,
-                            allowed: RangeInclusive<Duration>| {
-            let Some(value) = value else { return };
-            let Interval(duration) = *value.get_ref();
-            if allowed.contains(&duration) {
-                *target = duration;
-            } else {
-                let message = format!(
-                    "out of range; allowed is {} to {}",
-                    Interval(*allowed.start()),
-                    Interval(*allowed.end())
-                );
-                problems.push(Problem::new(source, Some(value.span()), &message));
-            }
-        };
-        let millis = Duration::from_millis;
+        let (micros, millis) = (Duration::from_micros, Duration::from_millis);
         let enforcement = &mut config.enforcement;
-        interval(
-            &mut enforcement.reconcile_interval,
-            self.enforcement.reconcile_interval,
-            millis(100)..=millis(3_600_000),
-        );
-        interval(
-            &mut enforcement.listener_timeout,
-            self.enforcement.listener_timeout,
-            millis(1_000)..=millis(600_000),
-        );
-        let micros = Duration::from_micros;
-        interval(
-            &mut config.launch.max_delay,
-            self.launch.max_delay,
-            millis(1)..=millis(60_000),
-        );
-        interval(
-            &mut config.launch.spin_max,
-            self.launch.spin_max,
-            micros(1)..=millis(10),
-        );
-        interval(
-            &mut config.launch.storm_window,
-            self.launch.storm_window,
-            millis(1_000)..=millis(600_000),
-        );
-        interval(
-            &mut config.time.round,
-            self.time.round,
-            millis(1)..=millis(1_000),
-        );
-        interval(
-            &mut config.time.period,
-            self.time.period,
-            millis(10)..=millis(10_000),
-        );
-        interval(
-            &mut config.time.least_slice,
-            self.time.least_slice,
-            micros(100)..=millis(10),
-        );
+        let (launch, time) = (&mut config.launch, &mut config.time);
+        let intervals = [
+            (
+                &mut enforcement.reconcile_interval,
+                self.enforcement.reconcile_interval,
+                millis(100)..=millis(3_600_000),
+            ),
+            (
+                &mut enforcement.listener_timeout,
+                self.enforcement.listener_timeout,
+                millis(1_000)..=millis(600_000),
+            ),
+            (
+                &mut launch.max_delay,
+                self.launch.max_delay,
+                millis(1)..=millis(60_000),
+            ),
+            (
+                &mut launch.spin_max,
+                self.launch.spin_max,
+                micros(1)..=millis(10),
+            ),
+            (
+                &mut launch.storm_window,
+                self.launch.storm_window,
+                millis(1_000)..=millis(600_000),
+            ),
+            (&mut time.round, self.time.round, millis(1)..=millis(1_000)),
+            (
+                &mut time.period,
+                self.time.period,
+                millis(10)..=millis(10_000),
+            ),
+            (
+                &mut time.least_slice,
+                self.time.least_slice,
+                micros(100)..=millis(10),
+            ),
+        ];
+        for (target, value, allowed) in intervals {
+            if let Some(value) = value {
+                set_interval(target, &value, &allowed, source, problems);
+            }
+        }
     }
+}
+
+fn set_interval(
+    target: &mut Duration,
+    value: &Spanned<Interval>,
+    allowed: &RangeInclusive<Duration>,
+    source: &Source,
+    problems: &mut Vec<Problem>,
+) {
+    let Interval(duration) = *value.get_ref();
+    if allowed.contains(&duration) {
+        *target = duration;
+        return;
+    }
+    let message = format!(
+        "out of range; allowed is {} to {}",
+        Interval(*allowed.start()),
+        Interval(*allowed.end())
+    );
+    problems.push(Problem::new(source, Some(value.span()), &message));
 }
 
 impl FaultTable {

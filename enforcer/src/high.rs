@@ -1,25 +1,72 @@
-//! When `memory.high` counts as crossed: once, until usage has clearly fallen below it. And who above it gives back first.
+//! When `memory.high` counts as crossed: once, until usage has clearly fallen below it. What is given back for growth above
+//! it. And who above it gives back first.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
-/// Usage has to fall below the limit by this part of it before the next crossing counts: one in so many.
+/// Usage has to fall below the limit by this part of it before the next crossing counts, and to grow by as much before more is
+/// given back: one in so many.
 const PART: u64 = 20;
+
+/// As far below its `memory.high` a tenant has to come.
+pub fn floor(high: u64) -> u64 {
+    high - high / PART
+}
+
+/// What is known of a tenant that is above its `memory.high`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Above {
+    /// Usage that was answered.
+    answered: u64,
+    /// Whether the answer is not yet done.
+    busy: bool,
+}
 
 /// Which tenants are above their `memory.high`, by tenant index and GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct HighWater(BTreeSet<(u32, u32)>);
+pub struct HighWater(BTreeMap<(u32, u32), Above>);
 
 impl HighWater {
-    /// A tenant has crossed its limit. Returns whether that is news.
+    /// A tenant has crossed its limit. Returns whether that is news; then the answer is under way until [`Self::answered`].
     pub fn crossed(&mut self, tenant: u32, gpu: u32) -> bool {
-        self.0.insert((tenant, gpu))
+        let news = Above {
+            answered: 0,
+            busy: true,
+        };
+        let mut is_news = false;
+        self.0.entry((tenant, gpu)).or_insert_with(|| {
+            is_news = true;
+            news
+        });
+        is_news
     }
 
-    /// Lets go of those that have fallen below. `look` tells usage and limit; `None` where there is none any more.
-    pub fn look(&mut self, look: impl Fn(u32, u32) -> Option<(u64, u64)>) {
-        self.0.retain(|(tenant, gpu)| {
-            look(*tenant, *gpu).is_some_and(|(used, high)| used >= high - high / PART)
+    /// What a tenant used has been answered.
+    pub fn answered(&mut self, tenant: u32, gpu: u32, used: u64) {
+        if let Some(above) = self.0.get_mut(&(tenant, gpu)) {
+            *above = Above {
+                answered: used,
+                busy: false,
+            };
+        }
+    }
+
+    /// Lets go of those that have fallen below. `look` tells usage and limit; `None` where there is none any more. Returns those
+    /// that have grown since they were answered, with the usage that was; their answer is under way from now on.
+    pub fn look(&mut self, look: impl Fn(u32, u32) -> Option<(u64, u64)>) -> Vec<(u32, u32, u64)> {
+        let mut grown = Vec::new();
+        self.0.retain(|(tenant, gpu), above| {
+            let Some((used, high)) =
+                look(*tenant, *gpu).filter(|(used, high)| *used >= floor(*high))
+            else {
+                return false;
+            };
+            if !above.busy && used > above.answered.saturating_add(high / PART) {
+                above.busy = true;
+                grown.push((*tenant, *gpu, above.answered));
+            }
+            true
         });
+        grown
     }
 
     /// Whether nobody is above.
@@ -67,6 +114,24 @@ mod tests {
         water.look(|_, _| Some((94, 100)));
         assert!(water.crossed(1, 0));
         assert!(water.crossed(1, 1), "another GPU");
+    }
+
+    #[test]
+    fn growth_is_answered_once_and_not_before_the_last_answer() {
+        let mut water = HighWater::default();
+        water.crossed(1, 0);
+        let look = |water: &mut HighWater, used| water.look(|_, _| Some((used, 100)));
+        assert_eq!(look(&mut water, 200), [], "the first answer is under way");
+        water.answered(1, 0, 120);
+        assert_eq!(look(&mut water, 125), []);
+        assert_eq!(look(&mut water, 126), [(1, 0, 120)]);
+        assert_eq!(look(&mut water, 190), []);
+        water.answered(1, 0, 126);
+        assert_eq!(look(&mut water, 190), [(1, 0, 126)]);
+        // Who fell below meanwhile is a stranger.
+        assert_eq!(look(&mut water, 90), []);
+        water.answered(1, 0, 190);
+        assert!(water.is_empty());
     }
 
     #[test]

@@ -114,6 +114,21 @@ pub fn pieces(ranges: &[Range], piece: u64, most: u64) -> Vec<Range> {
     found
 }
 
+/// What is left of ranges after their first `passed` bytes, which is less by those then.
+pub fn after(ranges: &[Range], passed: &mut u64) -> Vec<Range> {
+    ranges
+        .iter()
+        .filter_map(|range| {
+            let cut = range.length.min(*passed);
+            *passed -= cut;
+            (cut < range.length).then_some(Range {
+                base: range.base + cut,
+                length: range.length - cut,
+            })
+        })
+        .collect()
+}
+
 /// Moves a range of a process to the host. Returns false if none of its files answers for it.
 pub fn to_host(reach: &Reach, node: DeviceKey, range: Range) -> Result<bool, ActError> {
     for fd in files(reach.tgid(), node) {
@@ -185,6 +200,33 @@ mod tests {
     }
 
     proptest! {
+        /// What was passed over and what comes after it are the ranges.
+        #[test]
+        fn what_comes_after_is_the_rest(
+            lengths in prop::collection::vec(1u64..100, 0..8),
+            passed in 0u64..400,
+        ) {
+            let ranges: Vec<Range> = (0..)
+                .zip(&lengths)
+                .map(|(index, length)| Range { base: index * 1000, length: *length })
+                .collect();
+            let mut left = passed;
+            let rest = after(&ranges, &mut left);
+            let mut all = pieces(&ranges, u64::MAX, passed);
+            let whole: u64 = lengths.iter().sum();
+            prop_assert_eq!(left, passed.saturating_sub(whole));
+            // A range that was cut is in both.
+            if let (Some(last), Some(first)) = (all.last_mut(), rest.first())
+                && last.base + last.length == first.base
+            {
+                last.length += first.length;
+                all.extend(&rest[1..]);
+            } else {
+                all.extend(&rest);
+            }
+            prop_assert_eq!(all, ranges);
+        }
+
         /// Pieces lie in their ranges, in order, without overlap, and are as much as is allowed.
         #[test]
         fn pieces_are_the_ranges_up_to_the_bound(

@@ -15,7 +15,7 @@ use super::Enforcer;
 use crate::{
     cgroup,
     control::Notice,
-    high::{self, Lender},
+    high::{self, HighWater, Lender},
     managed,
     time::{act::Reach, rules::Reason},
 };
@@ -30,31 +30,41 @@ const TIME_TO_GIVE: Duration = Duration::from_secs(1);
 impl Enforcer {
     /// A tenant's usage rose above its `memory.high`: `memory.on-high`, once.
     pub(super) fn answer_high(self: &Arc<Self>, tenant: u32, gpu: u32) {
-        let is_news = self
-            .high
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .crossed(tenant, gpu);
-        if !is_news {
-            return;
-        }
-        // Moving memory and freezing take time; events go on meanwhile.
-        let enforcer = Arc::clone(self);
-        let spawned = thread::Builder::new()
-            .name("on-high".into())
-            .spawn(move || enforcer.act_on_high(tenant, gpu));
-        if let Err(error) = spawned {
-            warn!(%error, "no thread for memory.on-high");
+        if self.high().crossed(tenant, gpu) {
+            self.begin_on_high(tenant, gpu, 0);
         }
     }
 
-    /// Does what `memory.on-high` of a tenant says.
-    fn act_on_high(&self, tenant: u32, gpu: u32) {
-        match self.memory_budget(tenant, gpu).map(|memory| memory.on_high) {
-            Some(OnHigh::Signal(signal)) => self.signal_users(tenant, gpu, signal),
+    fn high(&self) -> std::sync::MutexGuard<'_, HighWater> {
+        self.high.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Does what `memory.on-high` of a tenant says on a thread of its own: moving memory and freezing take time, and events go on
+    /// meanwhile. What it used up to `answered` has had its answer.
+    fn begin_on_high(self: &Arc<Self>, tenant: u32, gpu: u32, answered: u64) {
+        let enforcer = Arc::clone(self);
+        let spawned = thread::Builder::new()
+            .name("on-high".into())
+            .spawn(move || {
+                let used = enforcer.used(tenant, gpu);
+                enforcer.act_on_high(tenant, gpu, answered);
+                enforcer.high().answered(tenant, gpu, used);
+            });
+        if let Err(error) = spawned {
+            warn!(%error, "no thread for memory.on-high");
+            self.high().answered(tenant, gpu, answered);
+        }
+    }
+
+    /// Does what `memory.on-high` of a tenant says. Growth beyond what was answered is answered by reclaim alone.
+    fn act_on_high(&self, tenant: u32, gpu: u32, answered: u64) {
+        let on_high = self.memory_budget(tenant, gpu).map(|memory| memory.on_high);
+        match on_high {
             Some(OnHigh::Reclaim) => {
-                self.reclaim(tenant, gpu, u64::MAX, None);
+                self.reclaim(tenant, gpu, u64::MAX, answered, None);
             }
+            _ if answered > 0 => {}
+            Some(OnHigh::Signal(signal)) => self.signal_users(tenant, gpu, signal),
             Some(OnHigh::Freeze) => {
                 let name = self.name_of(tenant);
                 match self.hold(&name, Some(&gpu.to_string()), Reason::MemoryHigh, true) {
@@ -67,6 +77,13 @@ impl Enforcer {
             }
             Some(OnHigh::Notify) | None => {}
         }
+    }
+
+    /// Bytes that are charged to a tenant on a GPU.
+    fn used(&self, tenant: u32, gpu: u32) -> u64 {
+        self.kernel
+            .usage(tenant, gpu)
+            .map_or(0, |usage| usage.memory)
     }
 
     /// A card has no memory left for a tenant that may have more: those of lower classes that are above their
@@ -125,16 +142,11 @@ impl Enforcer {
     fn collect(&self, asking: u32, gpu: u32, wanted: u64, lenders: &[Lender]) {
         let mut left = wanted;
         for lender in lenders {
-            left = left.saturating_sub(self.reclaim(lender.tenant, gpu, left, Some(asking)));
+            left = left.saturating_sub(self.reclaim(lender.tenant, gpu, left, 0, Some(asking)));
             if left == 0 {
                 return;
             }
         }
-        let used = |tenant| {
-            self.kernel
-                .usage(tenant, gpu)
-                .map_or(0, |usage| usage.memory)
-        };
         for lender in lenders {
             info!(
                 tenant = self.name_of(lender.tenant),
@@ -143,10 +155,10 @@ impl Enforcer {
                 left,
                 "the card is full for a higher class: memory.on-high"
             );
-            let before = used(lender.tenant);
-            self.act_on_high(lender.tenant, gpu);
+            let before = self.used(lender.tenant, gpu);
+            self.act_on_high(lender.tenant, gpu, 0);
             let end = Instant::now() + TIME_TO_GIVE;
-            let given = || before.saturating_sub(used(lender.tenant));
+            let given = || before.saturating_sub(self.used(lender.tenant, gpu));
             while given() < left && Instant::now() < end {
                 thread::sleep(TIME_TO_GIVE / 20);
             }
@@ -158,8 +170,16 @@ impl Enforcer {
     }
 
     /// Moves managed memory of a tenant's processes to the host, as much as it is above its `memory.high` but `most` at
-    /// most, largest ranges first and no faster than [`RECLAIM_PIECE`] and [`RECLAIM_PIECE_TIME`] allow. Returns how much.
-    fn reclaim(&self, tenant: u32, gpu: u32, most: u64, wanted_by: Option<u32>) -> u64 {
+    /// most, largest ranges first and no faster than [`RECLAIM_PIECE`] and [`RECLAIM_PIECE_TIME`] allow. For what it used up to
+    /// `answered`, as much was moved before: that is passed over. Returns how much.
+    fn reclaim(
+        &self,
+        tenant: u32,
+        gpu: u32,
+        most: u64,
+        answered: u64,
+        wanted_by: Option<u32>,
+    ) -> u64 {
         let (Some(node), Some(high)) = (
             self.uvm_node(),
             self.memory_budget(tenant, gpu)
@@ -167,18 +187,20 @@ impl Enforcer {
         ) else {
             return 0;
         };
-        let used = self
-            .kernel
-            .usage(tenant, gpu)
-            .map_or(0, |usage| usage.memory);
         // As far below as the next crossing counts.
-        let mut left = used.saturating_sub(high - high / 20).min(most);
+        let floor = high::floor(high);
+        let mut passed = answered.saturating_sub(floor);
+        let mut left = self
+            .used(tenant, gpu)
+            .saturating_sub(floor.max(answered))
+            .min(most);
         let mut moved = 0;
         for pid in self.users(&self.roots_of(tenant), gpu) {
             let Ok(reach) = Reach::open(pid, None, &*self.processes) else {
                 continue;
             };
             let ranges = managed::ranges(pid, node, self.contexts_of(pid)).unwrap_or_default();
+            let ranges = managed::after(&ranges, &mut passed);
             for piece in managed::pieces(&ranges, RECLAIM_PIECE, left) {
                 match managed::to_host(&reach, node, piece) {
                     Ok(true) => {
@@ -231,16 +253,21 @@ impl Enforcer {
             .collect()
     }
 
-    /// Who has fallen below its `memory.high` again?
-    pub(super) fn look_at_high(&self) {
-        let mut high = self.high.lock().unwrap_or_else(PoisonError::into_inner);
-        if high.is_empty() {
-            return;
+    /// Who has fallen below its `memory.high` again, and who has grown above it?
+    pub(super) fn look_at_high(self: &Arc<Self>) {
+        let grown = {
+            let mut high = self.high();
+            if high.is_empty() {
+                return;
+            }
+            high.look(|tenant, gpu| {
+                let limit = self.memory_budget(tenant, gpu)?.high?;
+                Some((self.kernel.usage(tenant, gpu).ok()?.memory, limit))
+            })
+        };
+        for (tenant, gpu, answered) in grown {
+            self.begin_on_high(tenant, gpu, answered);
         }
-        high.look(|tenant, gpu| {
-            let limit = self.memory_budget(tenant, gpu)?.high?;
-            Some((self.kernel.usage(tenant, gpu).ok()?.memory, limit))
-        });
     }
 
     /// Signals the processes of a tenant, nested tenants' too, that have memory on a GPU.

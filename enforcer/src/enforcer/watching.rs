@@ -382,7 +382,7 @@ impl Enforcer {
 
     /// Finds what no event told: processes that are gone, clients whose file is closed. Returns the processes that have
     /// spoken to the driver.
-    pub(super) fn sweep(&self) -> Vec<u32> {
+    pub(super) fn sweep(self: &Arc<Self>) -> Vec<u32> {
         self.look_at_high();
         self.cancel_stale_admissions();
         self.find_managed_node();

@@ -147,6 +147,15 @@ fn managed_memory_goes_to_the_host_above_memory_high() {
         bed.log()
     );
     assert!(resident() > GIB, "not more than has to go: {}", resident());
+    // What it grows by above the limit goes as well, although that is no crossing.
+    let left = resident();
+    assert!(actor.tell("alloc 512MiB").starts_with("allocated"));
+    let end = Instant::now() + PATIENCE;
+    while resident() > left - GIB / 2 && Instant::now() < end {
+        thread::sleep(Duration::from_millis(20));
+    }
+    assert!(resident() <= left - GIB / 2, "{}", bed.log());
+    assert!(resident() > left - GIB, "not more than it grew by");
     // The range is still there, and charged.
     assert_eq!(bed.usage("a", 0).memory.managed, 3 * GIB);
     assert!(actor.tell("free").starts_with("freed"));
