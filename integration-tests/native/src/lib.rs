@@ -488,6 +488,13 @@ impl Bed {
             .expect("gpuquotactl")
     }
 
+    /// `gpuquotactl` is expected to fail and to say this.
+    pub fn refuses(&self, arguments: &[&str], text: &str) {
+        let output = self.ctl(arguments);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains(text), "{said}");
+    }
+
     /// `gpuquotactl run` in a tenant; the command's own arguments are still to be added.
     pub fn run_command(&self, tenant: &str) -> Command {
         let mut command = self.command("gpuquotactl");

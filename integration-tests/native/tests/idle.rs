@@ -300,18 +300,13 @@ fn nothing_is_on_the_host_when_nobody_looks() {
 #[test]
 fn what_cannot_be_looked_at_is_said() {
     let bed = Bed::new(POLICY);
-    let refused = |arguments: &[&str], text: &str| {
-        let output = bed.ctl(arguments);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success() && said.contains(text), "{said}");
-    };
-    refused(&["idle", "nobody"], "no tenant named \"nobody\"");
-    refused(&["idle", "4194303"], "no process 4194303");
-    refused(
+    bed.refuses(&["idle", "nobody"], "no tenant named \"nobody\"");
+    bed.refuses(&["idle", "4194303"], "no process 4194303");
+    bed.refuses(
         &["idle", "a", "--so-far"],
         "not followed and were not lately",
     );
-    refused(&["idle", "a", "--for", "2h"], "may last from 1 s to 60 min");
+    bed.refuses(&["idle", "a", "--for", "2h"], "may last from 1 s to 60 min");
     let empty = bed.ctl(&["idle", "a", "--for", "1s"]);
     let said = String::from_utf8_lossy(&empty.stdout).into_owned();
     assert!(

@@ -237,17 +237,12 @@ fn probes_go_with_their_time_and_with_the_daemon() {
 #[test]
 fn what_cannot_be_looked_at_is_said() {
     let bed = Bed::new(POLICY);
-    let refused = |arguments: &[&str], text: &str| {
-        let output = bed.ctl(arguments);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success() && said.contains(text), "{said}");
-    };
-    refused(&["leaks", "nobody"], "no tenant named \"nobody\"");
-    refused(&["leaks", "4194303"], "no process 4194303");
-    refused(
+    bed.refuses(&["leaks", "nobody"], "no tenant named \"nobody\"");
+    bed.refuses(&["leaks", "4194303"], "no process 4194303");
+    bed.refuses(
         &["leaks", "a", "--so-far"],
         "not followed and were not lately",
     );
-    refused(&["leaks", "a", "--for", "48h"], "may last from 1 s to 24 h");
-    refused(&["leaks", "a", "--for", "soon"], "a number and a unit");
+    bed.refuses(&["leaks", "a", "--for", "48h"], "may last from 1 s to 24 h");
+    bed.refuses(&["leaks", "a", "--for", "soon"], "a number and a unit");
 }

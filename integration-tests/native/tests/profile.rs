@@ -373,26 +373,21 @@ fn a_policy_can_ask_for_it_at_all_times() {
 #[test]
 fn what_cannot_be_profiled_is_said() {
     let bed = Bed::new(POLICY);
-    let refused = |arguments: &[&str], text: &str| {
-        let output = bed.ctl(arguments);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success() && said.contains(text), "{said}");
-    };
-    refused(&["profile", "nobody"], "no tenant named \"nobody\"");
-    refused(&["profile", "4194303"], "no process 4194303");
-    refused(
+    bed.refuses(&["profile", "nobody"], "no tenant named \"nobody\"");
+    bed.refuses(&["profile", "4194303"], "no process 4194303");
+    bed.refuses(
         &["profile", "a", "--so-far"],
         "not profiled and were not lately",
     );
-    refused(
+    bed.refuses(
         &["profile", "a", "--for", "48h"],
         "may last from 1 s to 24 h",
     );
-    refused(
+    bed.refuses(
         &["set-property", "a", "anomaly.factor=1"],
         "a factor is a number from 1.01 to 1000",
     );
-    refused(
+    bed.refuses(
         &["set-property", "a", "insight.budget=2"],
         "the percent sign is missing",
     );
