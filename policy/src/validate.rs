@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::budget::Layers;
 use crate::diagnostic::{Diagnostic, Report, quote};
 use crate::gpu::{GpuSelector, Host};
-use crate::limits::Limits;
+use crate::limits::{Key, Limits};
 use crate::policy::{Class, Policy, Tenant};
 use crate::source::{Origin, Spanned};
 use crate::suggest::nearest;
@@ -19,6 +19,13 @@ pub const CONTEXT_BYTES: u64 = 520 << 20;
 
 /// A `memory.max` below this leaves hardly anything besides the context.
 const LITTLE_MEMORY: u64 = 600 << 20;
+
+/// Whether a key holds for all GPUs of a tenant together: a launch does not say which GPU it is for.
+fn is_whole(key: Key) -> bool {
+    [Key::LaunchMax, Key::AnomalyFactor, Key::InsightBudget]
+        .iter()
+        .any(|of| of.split().0 == key.split().0)
+}
 
 /// What is checked.
 pub(crate) struct Context<'a> {
@@ -34,6 +41,7 @@ pub(crate) fn check(context: &Context<'_>, report: &mut Report) {
     classes(context, report);
     cgroups(context.policy, report);
     memory(context, report);
+    whole(context.policy, report);
     if let Some(host) = context.host {
         selectors(context, host, report);
         twice_selected(context.policy, host, report);
@@ -267,6 +275,29 @@ fn memory_order(layers: &Layers<'_>, report: &mut Report) {
     }
 }
 
+/// The tables for some GPUs, of tenants and classes.
+fn tables(policy: &Policy) -> impl Iterator<Item = &BTreeMap<GpuSelector, Box<Limits>>> {
+    policy
+        .tenants
+        .values()
+        .map(|tenant| &tenant.gpu)
+        .chain(policy.classes.values().map(|class| &class.gpu))
+}
+
+/// A key that holds for all GPUs together and is set for a single one.
+fn whole(policy: &Policy, report: &mut Report) {
+    let single = tables(policy)
+        .flatten()
+        .filter(|(selector, _)| **selector != GpuSelector::Any)
+        .flat_map(|(_, limits)| limits.iter());
+    for (key, _, origin) in single.filter(|(key, ..)| is_whole(*key)) {
+        report.push(
+            Diagnostic::warning(origin, format!("{key} has no effect for a single GPU"))
+                .help("a launch does not say which GPU it is for: set it for all of them"),
+        );
+    }
+}
+
 /// GPUs that are not there.
 fn selectors(context: &Context<'_>, host: &Host, report: &mut Report) {
     let there: Vec<String> = host
@@ -297,13 +328,8 @@ fn selectors(context: &Context<'_>, host: &Host, report: &mut Report) {
 
 /// One GPU by its index and by its UUID in one tenant or class: the UUID wins, which is easily overlooked.
 fn twice_selected(policy: &Policy, host: &Host, report: &mut Report) {
-    let tables = policy
-        .tenants
-        .values()
-        .map(|tenant| &tenant.gpu)
-        .chain(policy.classes.values().map(|class| &class.gpu));
     let gpus: Vec<_> = host.gpus.iter().map(GpuSelector::of).collect();
-    for table in tables.filter(|table| table.len() > 1) {
+    for table in tables(policy).filter(|table| table.len() > 1) {
         for [uuid, index, _] in &gpus {
             let (Some(by_uuid), Some(by_index)) = (table.get(uuid), table.get(index)) else {
                 continue;

@@ -375,6 +375,27 @@ gpu."*".time.weight = 3
 }
 
 #[test]
+fn what_holds_for_all_gpus_together_is_a_warning_for_a_single_one() {
+    let text = r#"
+[class.c]
+gpu."0".launch.max = "9/s"
+[tenant.a]
+cgroup = "/a"
+gpu."*".launch.max = "7/s"
+gpu."*".anomaly.factor = 2
+gpu."0".insight.profile = true
+gpu."0".anomaly.factor = 3
+gpu."0".memory.max = "3GiB"
+"#;
+    assert_eq!(
+        messages(text, None),
+        "3:22: warning: launch.max has no effect for a single GPU\n\
+         8:27: warning: insight.profile has no effect for a single GPU\n\
+         9:26: warning: anomaly.factor has no effect for a single GPU\n"
+    );
+}
+
+#[test]
 fn one_gpu_named_twice_is_a_warning() {
     let text = r#"
 [tenant.a]

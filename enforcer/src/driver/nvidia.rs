@@ -24,7 +24,7 @@ use super::{
 use crate::telemetry::Card;
 
 /// Major versions whose headers were read; the layouts in `gpuquota_common::nvidia` hold for all of them.
-const KNOWN_MAJORS: [u32; 7] = [535, 550, 560, 570, 575, 580, 590];
+const KNOWN_MAJORS: [u32; 8] = [535, 550, 560, 570, 575, 580, 590, 595];
 
 /// The driver whose nodes are in one folder.
 #[derive(Debug)]

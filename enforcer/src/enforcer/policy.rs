@@ -207,8 +207,6 @@ pub(super) fn warnings(
         .map(|warning| warning.render().trim_end().to_owned())
         .collect();
     all.extend(without_effect(policy, host, choice));
-    all.extend(crate::launch::limits::without_effect(policy));
-    all.extend(crate::profile::without_effect(policy));
     all
 }
 

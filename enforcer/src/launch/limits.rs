@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, time::Duration};
 use gpuquota_common::launch::{
     LONGEST_FREEZE_NS, LONGEST_HOLD_NS, Limit, limit_flags, nanos, pace, ticks,
 };
-use gpuquota_policy::{GraphCost, HostGpu, Key, LaunchBudget, OnLaunchMax, Pace, Policy, Rate};
+use gpuquota_policy::{GraphCost, HostGpu, LaunchBudget, OnLaunchMax, Pace, Policy, Rate};
 
 use crate::tenancy::Seating;
 
@@ -161,31 +161,6 @@ fn interval(rate: Rate) -> u64 {
     u64::try_from(interval).unwrap_or(u64::MAX >> 1).max(1)
 }
 
-/// What a policy says about launches and this release does not do.
-pub fn without_effect(policy: &Policy) -> Vec<String> {
-    let mut found = Vec::new();
-    for tenant in policy.tenants.values() {
-        for (selector, limits) in &tenant.gpu {
-            if *selector == gpuquota_policy::GpuSelector::Any {
-                continue;
-            }
-            found.extend(
-                limits
-                    .iter()
-                    .filter(|(key, ..)| key.split().0 == Key::LaunchMax.split().0)
-                    .map(|(key, _, origin)| {
-                        format!(
-                            "{origin}: {key} has no effect for a single GPU: a launch does not say which GPU it is \
-                             for, so tenant \"{}\" has one launch budget for all of them",
-                            tenant.name
-                        )
-                    }),
-            );
-        }
-    }
-    found
-}
-
 #[cfg(test)]
 mod tests {
     use gpuquota_policy::{Layer, RateUnit, Source};
@@ -288,16 +263,8 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_for_one_gpu_is_said_to_have_no_effect() {
+    fn a_limit_for_one_gpu_is_no_limit_of_launches() {
         let text = "[tenant.a]\ncgroup = \"/a\"\n[tenant.a.gpu.0]\nlaunch.max = \"5/s\"\n[tenant.a.gpu.\"*\"]\nlaunch.max = \"7/s\"\n";
-        let source = Source::new("/p.toml", Layer::Admin, text);
-        let policy = Policy::load(&[source], None).expect("valid").policy;
-        let found = without_effect(&policy);
-        assert_eq!(found.len(), 1, "{found:?}");
-        assert!(
-            found[0].contains("/p.toml:4") && found[0].contains("launch.max"),
-            "{found:?}"
-        );
         let budgets = budgets(text, &[("a", None)]);
         assert_eq!(nanos(budgets.limit(0).interval), 142_857_143);
     }

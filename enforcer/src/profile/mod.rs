@@ -20,7 +20,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpuquota_policy::{GpuSelector, HostGpu, Key, Policy};
+use gpuquota_policy::{HostGpu, Policy};
 use tracing::warn;
 
 pub use self::look::{Look, LookError};
@@ -304,32 +304,6 @@ pub fn always(policy: &Policy) -> BTreeSet<String> {
         .collect()
 }
 
-/// What a policy says about anomalies and has no effect.
-pub fn without_effect(policy: &Policy) -> Vec<String> {
-    let groups = [Key::AnomalyFactor.split().0, Key::InsightBudget.split().0];
-    let mut found = Vec::new();
-    for tenant in policy.tenants.values() {
-        for (selector, limits) in &tenant.gpu {
-            if *selector == GpuSelector::Any {
-                continue;
-            }
-            found.extend(
-                limits
-                    .iter()
-                    .filter(|(key, ..)| groups.contains(&key.split().0))
-                    .map(|(key, _, origin)| {
-                        format!(
-                            "{origin}: {key} has no effect for a single GPU: a launch does not say which GPU it is \
-                             for, so tenant \"{}\" has one value for all of them",
-                            tenant.name
-                        )
-                    }),
-            );
-        }
-    }
-    found
-}
-
 #[cfg(test)]
 mod tests {
     use gpuquota_policy::{Layer, Source};
@@ -354,7 +328,6 @@ mod tests {
             always(&policy),
             BTreeSet::from(["a".to_owned(), "b".to_owned()])
         );
-        assert!(without_effect(&policy).is_empty());
     }
 
     #[test]
@@ -382,14 +355,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_for_one_gpu_is_told_to_have_no_effect() {
+    fn what_is_said_for_one_gpu_has_no_effect() {
         let policy = policy(
             "[tenant.a]\ncgroup = \"/a\"\ngpu.\"*\".anomaly.factor = 2\n\
-             gpu.\"0\".insight.profile = true\ngpu.\"0\".insight.budget = \"2%\"\n",
+             gpu.\"0\".insight.profile = true\n",
         );
         assert!(always(&policy).is_empty());
-        let found = without_effect(&policy);
-        assert_eq!(found.len(), 2, "{found:?}");
-        assert!(found[0].contains("insight.budget has no effect for a single GPU"));
     }
 }
