@@ -60,6 +60,7 @@ def shares(test, workers, lines, seconds, wanted=None, within=1.0, within_window
     return [count / seconds for count in total]
 
 
+WEIGHTS = (50, 50), (25, 75), (30, 70), (10, 90)
 # A process that has left the GPU alone for three seconds lends its share; beside five others NVML took six to tell.
 FORGOTTEN = 12
 # What the victim does in its first moments is not counted: both sides of the comparison begin.
@@ -121,7 +122,7 @@ class Run:
         a.tell("context")
         self.rounds = a.tell(f"calibrate {KERNEL_US}")["rounds"]
         self.short = a.tell(f"calibrate {SHORT_US}")["rounds"]
-        self.alone_rate = self.alone("one tenant alone, kernels/s", a)
+        self.alone_rate = sum(count for (count,) in windows([a.tell(self.spin(3.5))], 2)) / 2
         a.close()
 
     def all(self, *names):
@@ -165,11 +166,8 @@ class Run:
     def spin(self, seconds):
         return f"saturate {self.rounds} {seconds}"
 
-    def alone(self, test, worker):
-        found = windows([worker.tell(self.spin(3.5))], 2)
-        rate = sum(count for (count,) in found) / 2
-        claim(test, None, f"{rate:.0f}", key="alone", rate=rate)
-        return rate
+    def alone(self):
+        claim("one tenant alone, kernels/s", None, f"{self.alone_rate:.0f}", key="alone", rate=self.alone_rate)
 
     def close(self):
         """Ends the shared daemon; the next part that needs one starts another."""
@@ -190,7 +188,7 @@ class Run:
 
     def weights(self):
         a, b = self.all("a", "b")
-        for wa, wb in ((50, 50), (25, 75), (30, 70), (10, 90)):
+        for wa, wb in WEIGHTS:
             self.weigh(wa, wb)
             rates = shares(f"weights {wa}:{wb}", [a, b], [self.spin(11.5)] * 2, 10, (wa, wb), key=f"share/{wa}:{wb}")
             claim(f"weights {wa}:{wb}, sum / alone", None, f"{sum(rates) / self.alone_rate:.1%}", key=f"sum/{wa}:{wb}")
@@ -199,10 +197,12 @@ class Run:
 
     def loops(self):
         a, b = self.all("a", "b")
-        self.weigh(30, 70)
         length = quick(4, 10)
-        for work, line in (("matmul", "matmul 4096"), ("training", "train")):
-            shares(f"PyTorch {work} loops 30:70", [a, b], [f"{line} {length + 2}"] * 2, length, (30, 70), 1, 2, key=f"share/{work}")
+        for weights in WEIGHTS:
+            self.weigh(*weights)
+            for work, line in (("matmul", "matmul 4096"), ("training", "train")):
+                key = f"share/{work}" + ("" if weights == (30, 70) else f"/{weights[0]}:{weights[1]}")
+                shares(f"PyTorch {work} loops {weights[0]}:{weights[1]}", [a, b], [f"{line} {length + 2}"] * 2, length, weights, 1, 2, key=key)
 
     def many(self):
         a, b, c, d, e = self.all("a", "b", "c", "d", "e")
@@ -409,6 +409,6 @@ class Mps:
 if __name__ == "__main__":
     run = Run()
     record.run("time", {
-        "default": run.default, "shares": run.weights, "loops": run.loops, "latency": run.latencies, "ceilings": run.ceilings,
+        "alone": run.alone, "default": run.default, "shares": run.weights, "loops": run.loops, "latency": run.latencies, "ceilings": run.ceilings,
         "freeze": run.freeze, "many": run.many, "rounds": run.rounds_, "eager": run.eager, "adoption": run.adoption, "mps": run.mps,
     })

@@ -63,15 +63,27 @@ def word(holds):
     return {True: "yes", False: "**no**", None: ""}[holds]
 
 
+def measured(runs):
+    """When the smaller parts were measured, and how."""
+    groups = collections.defaultdict(list)
+    for name, run in runs.items():
+        groups[run["date"], run["quick"], run["kernel"]].append(name)
+    told = []
+    for (date, is_quick, kernel), names in groups.items():
+        seconds = sum(runs[name]["seconds"] or 0 for name in names)
+        told.append(f"{date}{f', {seconds} s' if seconds else ''}{', quick' if is_quick else ''}, kernel {kernel}"
+                    + (f" ({', '.join(names)})" if len(groups) > 1 else ""))
+    return "; ".join(told)
+
+
 def section(title, part):
     gpus = part["gpus"]
     lines = [f"### {title}", ""]
     if not part["claims"]:
         return lines
-    took = f", {part['seconds']} s" if part["seconds"] else ""
-    lines += [f"{part['date']}{took}{', quick' if part['quick'] else ''}; {gpus[0]['name'] if gpus else 'GPU unknown'}"
-              f"{f' ({len(gpus)} of them in the host)' if len(gpus) > 1 else ''}, driver {gpus[0]['driver_version'] if gpus else 'unknown'}, "
-              f"kernel {part['kernel']}; raw data: [{part['part']}.json](benchmarks/{part['part']}.json), "
+    lines += [f"{measured(part['runs'])}; {gpus[0]['name'] if gpus else 'GPU unknown'}"
+              f"{f' ({len(gpus)} of them in the host)' if len(gpus) > 1 else ''}, driver {gpus[0]['driver_version'] if gpus else 'unknown'}; "
+              f"raw data: [{part['part']}.json](benchmarks/{part['part']}.json), "
               f"[{part['part']}.csv](benchmarks/{part['part']}.csv)", "",
               "| claim or question | measured | holds |", "|---|---|---|"]
     for found in part["claims"]:
