@@ -53,7 +53,9 @@ def cgroup_root():
 
 
 class Bed:
-    def __init__(self, policy, settings="", start=True):
+    def __init__(self, policy, settings="", start=True, under=()):
+        """`under` is a command that the daemon is started by, such as setpriv with what it needs."""
+        self.under = under
         if os.geteuid() != 0:
             sys.exit("error: this script needs root")
         prepare_host()
@@ -84,7 +86,7 @@ class Bed:
     def start(self):
         log = open(self.dir / "daemon.log", "a")
         self.daemon = subprocess.Popen(
-            [BIN / "gpuquotad", "--config", self.dir / "gpuquota.toml"], stdin=subprocess.DEVNULL, stderr=log
+            [*self.under, BIN / "gpuquotad", "--config", self.dir / "gpuquota.toml"], stdin=subprocess.DEVNULL, stderr=log
         )
         deadline = time.monotonic() + 30
         while not (self.dir / "run" / "bus").exists():

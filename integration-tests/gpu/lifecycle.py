@@ -1,12 +1,14 @@
 """Who pays when processes end in every way they can. See README.md in this folder."""
 
+import json
 import os
 import pathlib
+import re
 import signal
 import time
 
 import record
-from bed import Bed, GIB, cuda_worker, together
+from bed import GIB, REPO, Bed, cuda_worker, together
 from record import claim, quick, sample
 
 
@@ -92,5 +94,25 @@ def names():
           key="life/not-found")
 
 
+def capabilities():
+    """The daemon with what its unit leaves it, on the real driver."""
+    unit = (REPO / "systemd" / "gpuquotad.service").read_text()
+    kept = re.search(r"^CapabilityBoundingSet=(.*)$", unit, re.MULTILINE)[1].lower().replace("cap_", "").split()
+    setpriv = ("setpriv", "--no-new-privs", "--bounding-set", ",".join(["-all", *(f"+{name}" for name in kept)]))
+    host = Bed('[tenant.t]\ncgroup = "@/t"\nmemory.max = "2GiB"\nlaunch.max = "2000/s"\nlaunch.burst = 20\n', under=setpriv)
+    worker = cuda_worker(host, "t")
+    worker.tell("context")
+    filled = worker.tell("fill cuMemAlloc 64 3072")
+    launched = worker.tell("launch 1")
+    acts = [host.ctl(verb, "t", check=False).returncode for verb in ("freeze", "thaw")]
+    controls = json.loads(host.ctl("dump-state").stdout).get("time", {}).get("freeze", {}).get("count", 0)
+    rate = launched["launches"] / (launched["end"] - launched["start"])
+    claim("with the capabilities of its unit alone the daemon refuses memory, paces launches, freezes and thaws",
+          filled["code"] == 2 and rate <= 2100 and not any(acts) and controls > 0,
+          f"{len(kept)} capabilities; {filled['mib']} MiB of 2,048, error {filled['code']}; {rate:.0f} launches/s of 2,000; {controls} freezes", key="life/capabilities")
+    worker.close()
+    host.close()
+
+
 if __name__ == "__main__":
-    record.run("lifecycle", {"ends": ends, "cgroups": cgroups, "restarts": restarts, "names": names})
+    record.run("lifecycle", {"ends": ends, "cgroups": cgroups, "restarts": restarts, "names": names, "capabilities": capabilities})
