@@ -1,7 +1,7 @@
 //! When `memory.high` counts as crossed: once, until usage has clearly fallen below it. What is given back for growth above
 //! it. And who above it gives back first.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, btree_map::Entry};
 
 /// Usage has to fall below the limit by this part of it before the next crossing counts, and to grow by as much before more is
 /// given back: one in so many.
@@ -13,12 +13,25 @@ pub fn floor(high: u64) -> u64 {
 }
 
 /// What is known of a tenant that is above its `memory.high`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Above {
     /// Usage that was answered.
     answered: u64,
-    /// Whether the answer is not yet done.
+    /// Bytes that were given back for it and stay charged.
+    moved: u64,
+    /// Whether an answer is under way.
     busy: bool,
+}
+
+/// A tenant that has grown since it was answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grown {
+    /// Its index.
+    pub tenant: u32,
+    /// On which GPU.
+    pub gpu: u32,
+    /// Bytes that were given back before and stay charged.
+    pub moved: u64,
 }
 
 /// Which tenants are above their `memory.high`, by tenant index and GPU.
@@ -28,31 +41,30 @@ pub struct HighWater(BTreeMap<(u32, u32), Above>);
 impl HighWater {
     /// A tenant has crossed its limit. Returns whether that is news; then the answer is under way until [`Self::answered`].
     pub fn crossed(&mut self, tenant: u32, gpu: u32) -> bool {
-        let news = Above {
-            answered: 0,
-            busy: true,
+        let Entry::Vacant(free) = self.0.entry((tenant, gpu)) else {
+            return false;
         };
-        let mut is_news = false;
-        self.0.entry((tenant, gpu)).or_insert_with(|| {
-            is_news = true;
-            news
+        free.insert(Above {
+            busy: true,
+            ..Above::default()
         });
-        is_news
+        true
     }
 
-    /// What a tenant used has been answered.
-    pub fn answered(&mut self, tenant: u32, gpu: u32, used: u64) {
+    /// What a tenant used has been answered, and so much more was given back that stays charged.
+    pub fn answered(&mut self, tenant: u32, gpu: u32, used: u64, moved: u64) {
         if let Some(above) = self.0.get_mut(&(tenant, gpu)) {
             *above = Above {
                 answered: used,
+                moved: above.moved + moved,
                 busy: false,
             };
         }
     }
 
     /// Lets go of those that have fallen below. `look` tells usage and limit; `None` where there is none any more. Returns those
-    /// that have grown since they were answered, with the usage that was; their answer is under way from now on.
-    pub fn look(&mut self, look: impl Fn(u32, u32) -> Option<(u64, u64)>) -> Vec<(u32, u32, u64)> {
+    /// that have grown since they were answered; their answer is under way from now on.
+    pub fn look(&mut self, look: impl Fn(u32, u32) -> Option<(u64, u64)>) -> Vec<Grown> {
         let mut grown = Vec::new();
         self.0.retain(|(tenant, gpu), above| {
             let Some((used, high)) =
@@ -62,7 +74,11 @@ impl HighWater {
             };
             if !above.busy && used > above.answered.saturating_add(high / PART) {
                 above.busy = true;
-                grown.push((*tenant, *gpu, above.answered));
+                grown.push(Grown {
+                    tenant: *tenant,
+                    gpu: *gpu,
+                    moved: above.moved,
+                });
             }
             true
         });
@@ -120,17 +136,23 @@ mod tests {
     fn growth_is_answered_once_and_not_before_the_last_answer() {
         let mut water = HighWater::default();
         water.crossed(1, 0);
-        let look = |water: &mut HighWater, used| water.look(|_, _| Some((used, 100)));
-        assert_eq!(look(&mut water, 200), [], "the first answer is under way");
-        water.answered(1, 0, 120);
-        assert_eq!(look(&mut water, 125), []);
-        assert_eq!(look(&mut water, 126), [(1, 0, 120)]);
-        assert_eq!(look(&mut water, 190), []);
-        water.answered(1, 0, 126);
-        assert_eq!(look(&mut water, 190), [(1, 0, 126)]);
+        let look = |water: &mut HighWater, used| -> Vec<u64> {
+            let grown = water.look(|_, _| Some((used, 100)));
+            grown.iter().map(|grown| grown.moved).collect()
+        };
+        assert!(
+            look(&mut water, 200).is_empty(),
+            "the first answer is under way"
+        );
+        water.answered(1, 0, 120, 25);
+        assert!(look(&mut water, 125).is_empty());
+        assert_eq!(look(&mut water, 126), [25u64]);
+        assert!(look(&mut water, 190).is_empty());
+        water.answered(1, 0, 126, 6);
+        assert_eq!(look(&mut water, 190), [31u64]);
         // Who fell below meanwhile is a stranger.
-        assert_eq!(look(&mut water, 90), []);
-        water.answered(1, 0, 190);
+        assert!(look(&mut water, 90).is_empty());
+        water.answered(1, 0, 190, 64);
         assert!(water.is_empty());
     }
 

@@ -31,7 +31,7 @@ impl Enforcer {
     /// A tenant's usage rose above its `memory.high`: `memory.on-high`, once.
     pub(super) fn answer_high(self: &Arc<Self>, tenant: u32, gpu: u32) {
         if self.high().crossed(tenant, gpu) {
-            self.begin_on_high(tenant, gpu, 0);
+            self.begin_on_high(tenant, gpu, None);
         }
     }
 
@@ -40,30 +40,31 @@ impl Enforcer {
     }
 
     /// Does what `memory.on-high` of a tenant says on a thread of its own: moving memory and freezing take time, and events go on
-    /// meanwhile. What it used up to `answered` has had its answer.
-    fn begin_on_high(self: &Arc<Self>, tenant: u32, gpu: u32, answered: u64) {
+    /// meanwhile. `moved` as in [`Self::act_on_high`].
+    fn begin_on_high(self: &Arc<Self>, tenant: u32, gpu: u32, moved: Option<u64>) {
         let enforcer = Arc::clone(self);
         let spawned = thread::Builder::new()
             .name("on-high".into())
             .spawn(move || {
                 let used = enforcer.used(tenant, gpu);
-                enforcer.act_on_high(tenant, gpu, answered);
-                enforcer.high().answered(tenant, gpu, used);
+                let more = enforcer.act_on_high(tenant, gpu, moved);
+                enforcer.high().answered(tenant, gpu, used, more);
             });
         if let Err(error) = spawned {
             warn!(%error, "no thread for memory.on-high");
-            self.high().answered(tenant, gpu, answered);
+            self.high().answered(tenant, gpu, 0, 0);
         }
     }
 
-    /// Does what `memory.on-high` of a tenant says. Growth beyond what was answered is answered by reclaim alone.
-    fn act_on_high(&self, tenant: u32, gpu: u32, answered: u64) {
+    /// Does what `memory.on-high` of a tenant says. Where it has been done before and the tenant has grown since, `moved` are the
+    /// bytes that were moved then: only reclaim goes on. Returns how much was moved.
+    fn act_on_high(&self, tenant: u32, gpu: u32, moved: Option<u64>) -> u64 {
         let on_high = self.memory_budget(tenant, gpu).map(|memory| memory.on_high);
         match on_high {
             Some(OnHigh::Reclaim) => {
-                self.reclaim(tenant, gpu, u64::MAX, answered, None);
+                return self.reclaim(tenant, gpu, u64::MAX, moved.unwrap_or(0), None);
             }
-            _ if answered > 0 => {}
+            _ if moved.is_some() => {}
             Some(OnHigh::Signal(signal)) => self.signal_users(tenant, gpu, signal),
             Some(OnHigh::Freeze) => {
                 let name = self.name_of(tenant);
@@ -77,6 +78,7 @@ impl Enforcer {
             }
             Some(OnHigh::Notify) | None => {}
         }
+        0
     }
 
     /// Bytes that are charged to a tenant on a GPU.
@@ -156,7 +158,7 @@ impl Enforcer {
                 "the card is full for a higher class: memory.on-high"
             );
             let before = self.used(lender.tenant, gpu);
-            self.act_on_high(lender.tenant, gpu, 0);
+            self.act_on_high(lender.tenant, gpu, None);
             let end = Instant::now() + TIME_TO_GIVE;
             let given = || before.saturating_sub(self.used(lender.tenant, gpu));
             while given() < left && Instant::now() < end {
@@ -170,14 +172,14 @@ impl Enforcer {
     }
 
     /// Moves managed memory of a tenant's processes to the host, as much as it is above its `memory.high` but `most` at
-    /// most, largest ranges first and no faster than [`RECLAIM_PIECE`] and [`RECLAIM_PIECE_TIME`] allow. For what it used up to
-    /// `answered`, as much was moved before: that is passed over. Returns how much.
+    /// most, largest ranges first and no faster than [`RECLAIM_PIECE`] and [`RECLAIM_PIECE_TIME`] allow. `passed` bytes were
+    /// moved before, and are passed over. Returns how much.
     fn reclaim(
         &self,
         tenant: u32,
         gpu: u32,
         most: u64,
-        answered: u64,
+        mut passed: u64,
         wanted_by: Option<u32>,
     ) -> u64 {
         let (Some(node), Some(high)) = (
@@ -188,11 +190,10 @@ impl Enforcer {
             return 0;
         };
         // As far below as the next crossing counts.
-        let floor = high::floor(high);
-        let mut passed = answered.saturating_sub(floor);
         let mut left = self
             .used(tenant, gpu)
-            .saturating_sub(floor.max(answered))
+            .saturating_sub(high::floor(high))
+            .saturating_sub(passed)
             .min(most);
         let mut moved = 0;
         for pid in self.users(&self.roots_of(tenant), gpu) {
@@ -265,8 +266,8 @@ impl Enforcer {
                 Some((self.kernel.usage(tenant, gpu).ok()?.memory, limit))
             })
         };
-        for (tenant, gpu, answered) in grown {
-            self.begin_on_high(tenant, gpu, answered);
+        for high::Grown { tenant, gpu, moved } in grown {
+            self.begin_on_high(tenant, gpu, Some(moved));
         }
     }
 

@@ -488,6 +488,13 @@ impl Bed {
             .expect("gpuquotactl")
     }
 
+    /// Bytes of managed memory that are on the first GPU and not on the host.
+    pub fn managed_on_gpu(&self) -> u64 {
+        let truth = self.sim.truth().expect("the truth");
+        let processes = truth.gpus[0].processes.values();
+        processes.map(|process| process.managed_bytes).sum()
+    }
+
     /// `gpuquotactl` is expected to fail and to say this.
     pub fn refuses(&self, arguments: &[&str], text: &str) {
         let output = self.ctl(arguments);

@@ -125,11 +125,7 @@ fn managed_memory_goes_to_the_host_above_memory_high() {
             .tell("alloc 3GiB --via managed")
             .starts_with("allocated")
     );
-    let resident = || {
-        let truth = bed.sim.truth().expect("the truth");
-        let processes = truth.gpus[0].processes.values();
-        processes.map(|process| process.managed_bytes).sum::<u64>()
-    };
+    let resident = || bed.managed_on_gpu();
     assert_eq!(resident(), 3 * GIB);
     bed.wait_tenant("a", 0, |usage| usage.memory.managed == 3 * GIB);
     assert!(actor.tell("alloc 2GiB").starts_with("allocated"));
@@ -159,6 +155,28 @@ fn managed_memory_goes_to_the_host_above_memory_high() {
     // The range is still there, and charged.
     assert_eq!(bed.usage("a", 0).memory.managed, 3 * GIB);
     assert!(actor.tell("free").starts_with("freed"));
+}
+
+#[test]
+fn managed_memory_that_comes_above_memory_high_goes_to_the_host_too() {
+    let bed = Bed::new(&policy(
+        "memory.high = \"4GiB\"\nmemory.on-high = \"reclaim\"\n",
+    ));
+    let mut actor = bed.actor("a");
+    // There is nothing to move yet.
+    assert!(actor.tell("alloc 5GiB").starts_with("allocated"));
+    bed.wait_tenant("a", 0, |usage| usage.memory_used >= 5 * GIB);
+    thread::sleep(Duration::from_millis(300));
+    assert!(
+        actor
+            .tell("alloc 1GiB --via managed")
+            .starts_with("allocated")
+    );
+    let end = Instant::now() + PATIENCE;
+    while bed.managed_on_gpu() > 0 && Instant::now() < end {
+        thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(bed.managed_on_gpu(), 0, "{}", bed.log());
 }
 
 #[test]

@@ -133,11 +133,7 @@ fn managed_memory_goes_before_anybody_is_told() {
     );
     bed.wait_tenant("low", 0, |usage| usage.memory.managed == 3 << 30);
     assert_eq!(told(&bed, "low", 1), 1, "{}", bed.log());
-    let resident = || {
-        let truth = bed.sim.truth().expect("the truth");
-        let processes = truth.gpus[0].processes.values();
-        processes.map(|process| process.managed_bytes).sum::<u64>()
-    };
+    let resident = || bed.managed_on_gpu();
     let before = resident();
     let mut urgent = bed.actor("urgent");
     assert!(urgent.tell("alloc 2MiB").starts_with("allocated"));
