@@ -66,11 +66,13 @@ fn load_anything(sources: &[Source], host: Option<&Host>) -> Result<Loaded, Diag
             !shown.chars().any(|c| c.is_control() && c != '\n'),
             "{shown:?}"
         );
-        // The caret stands below the line and not behind its end.
+        // The caret stands below the line and not behind its end, of which white space is not shown.
         let lines: Vec<&str> = shown.lines().collect();
+        let unseen = line.chars().count() - line.trim_end().chars().count();
         assert!(
             lines[2].contains('^')
-                && lines[2].chars().count() <= lines[1].trim_end().chars().count().max(8) + 2,
+                && lines[2].chars().count()
+                    <= lines[1].trim_end().chars().count().max(8) + 2 + unseen,
             "{shown}"
         );
     }
@@ -420,6 +422,19 @@ fn name_matches(pattern: &str, name: &str) -> bool {
                 && name_matches(&pattern[end + 1..], &name[1..])
         }
         c => name.starts_with(c) && name_matches(&pattern[1..], &name[1..]),
+    }
+}
+
+#[test]
+fn a_caret_stands_below_white_space_at_the_end_of_a_line_too() {
+    for text in [
+        "\x0e\t \t",
+        "a  ",
+        "[tenant.a]\ncgroup =    \n",
+        "\u{3000}\u{3000}",
+    ] {
+        let source = Source::new("0.toml", Layer::Admin, text);
+        assert!(load_anything(&[source], None).is_err());
     }
 }
 
