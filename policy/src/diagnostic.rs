@@ -214,14 +214,20 @@ impl Excerpt {
             text.insert_str(0, "...");
             start += 3;
         }
+        let is_cut = skip + Self::WINDOW < length;
+        if !is_cut {
+            // White space at the end is not seen: a caret below it would stand far behind the line.
+            text.truncate(text.trim_end().len());
+        }
         let shown = text.chars().count();
-        if skip + Self::WINDOW < length {
+        if is_cut {
             text.push_str("...");
         }
+        let start = start.min(shown);
         Self {
-            text: text.trim_end().to_owned(),
+            text,
             start,
-            width: width.min(shown.saturating_sub(start)).max(1),
+            width: width.min(shown - start).max(1),
         }
     }
 }

@@ -115,7 +115,7 @@ pub fn divide(round: Round, nodes: &[Node]) -> Division {
     let slices = fill(
         Round {
             length_us: stretched,
-            least_us,
+            ..round
         },
         contexts,
         &parts,
