@@ -12,13 +12,17 @@ use std::{
     path::Path,
     sync::mpsc,
     thread,
+    time::Duration,
 };
 
 use gpuquota_common::map::{
     AccountKey, Client, DeviceKey, ORPHAN_CLIENT, Object, ObjectKey, PARKED, Process, is_context,
     kind,
 };
-use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::{
+    sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
+    time::clock_getcpuclockid,
+};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tracing::{debug, warn};
 
@@ -467,6 +471,13 @@ impl Proc {
         ticks * (1_000_000_000 / ticks_per_second())
     }
 
+    /// CPU time that a process has used so far, all its threads together; `None` if it is gone.
+    pub fn cpu_time(&self, tgid: u32) -> Option<Duration> {
+        let pid = nix::unistd::Pid::from_raw(i32::try_from(tgid).ok()?);
+        let used = clock_getcpuclockid(pid).ok()?.now().ok()?;
+        Some(used.into())
+    }
+
     fn is_control(&self, path: &Path) -> bool {
         nvidia::key_of(path).is_ok_and(|key| key == self.control)
     }
@@ -597,6 +608,8 @@ fn pidfd(tgid: u32) -> io::Result<OwnedFd> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
 
     const CLIENT: u32 = 0xc1d0_0001;
@@ -642,6 +655,28 @@ mod tests {
         fn holds_any_control(&self, tgid: u32) -> bool {
             self.0.iter().any(|(holder, _)| *holder == tgid)
         }
+    }
+
+    #[test]
+    fn cpu_time_is_that_of_the_process() {
+        let processes = Proc {
+            control: DeviceKey::default(),
+        };
+        let own = || processes.cpu_time(std::process::id()).expect("it runs");
+        let before = own();
+        let started = Instant::now();
+        while own() < before + Duration::from_millis(20) {
+            assert!(started.elapsed() < Duration::from_secs(60));
+        }
+        let mut other = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .expect("a process that does nothing");
+        let used = processes.cpu_time(other.id()).expect("it runs");
+        assert!(used < Duration::from_secs(1), "{used:?}");
+        other.kill().expect("killed");
+        other.wait().expect("gone");
+        assert_eq!(processes.cpu_time(other.id()), None);
     }
 
     #[test]

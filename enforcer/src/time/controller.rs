@@ -427,9 +427,9 @@ impl Worker {
             if probed {
                 wait = wait.min(LAUNCH_POLL);
             }
-            for hold in holds {
-                // Who asked may have gone.
-                let _ = hold.done.try_send(self.outcome(&hold));
+            if !holds.is_empty() {
+                // Who asks next sees what came of it.
+                self.published = None;
             }
             self.ask();
             let now = self.levers.now();
@@ -441,6 +441,10 @@ impl Worker {
                 self.published_at_rest = at_rest;
                 self.publish();
                 self.compare_frozen();
+            }
+            for hold in holds {
+                // Who asked may have gone.
+                let _ = hold.done.try_send(self.outcome(&hold));
             }
             if at_rest && !self.published_at_rest {
                 wait = wait.min(PUBLISH);
@@ -560,6 +564,11 @@ impl Worker {
                 board,
             } => {
                 self.unknown.remove(&gpu);
+                for tgid in self.engine.lenders(gpu) {
+                    if let Some(used) = self.levers.cpu_time(tgid) {
+                        self.engine.ran(gpu, tgid, used, now);
+                    }
+                }
                 let told = Told {
                     known_us,
                     busy: &busy,

@@ -10,6 +10,7 @@ use super::{
     ceiling::{self, Ceiling},
     energy::{Apart, Board, Pending, Reading, Spent},
     latency::{FROZEN_STEP, Squeeze, wait_for_turn},
+    presence::Presence,
     pressure::{self, Pressure, Use},
     priority::{self, Door, Ranked, Unwanted},
     rules::{Reason, Rule, Rules},
@@ -18,9 +19,6 @@ use super::{
 
 /// Who used a GPU counts as active for so long after.
 pub const LINGER: Duration = Duration::from_secs(1);
-/// Who left the GPU alone for so long lends its share to others of its tenant. Longer than it takes to see that somebody
-/// is back, so that coming and going wins nobody much.
-const IDLE_AFTER: Duration = Duration::from_secs(3);
 /// Part of the time from which on a board is at work.
 const BOARD_BUSY: f64 = 0.02;
 /// NVML tells of one process about every 200 ms, so that many an answer is empty. Longer than this it is silent.
@@ -159,8 +157,8 @@ pub struct Gpu {
     accounts: BTreeMap<u32, Account>,
     everybody: Meter,
     active_until: BTreeMap<u32, Duration>,
-    /// When processes were last seen at work.
-    worked: BTreeMap<u32, Duration>,
+    /// What is known of who is at work.
+    presence: BTreeMap<u32, Presence>,
     /// Processes that lend their share.
     idle: BTreeSet<u32>,
     period: u64,
@@ -222,12 +220,12 @@ impl Gpu {
             if !self.members.iter().any(|old| old.tgid == member.tgid) {
                 // It has just made a context, so it is about to use it.
                 self.active_until.insert(member.tgid, now + LINGER);
-                self.worked.insert(member.tgid, now);
+                self.presence.insert(member.tgid, Presence::new(now));
             }
         }
         let is_here = |tgid: &u32| members.iter().any(|member| member.tgid == *tgid);
         self.active_until.retain(|tgid, _| is_here(tgid));
-        self.worked.retain(|tgid, _| is_here(tgid));
+        self.presence.retain(|tgid, _| is_here(tgid));
         self.idle.retain(is_here);
         self.present = members
             .iter()
@@ -242,18 +240,61 @@ impl Gpu {
         if self.members.iter().any(|member| member.tgid == tgid) {
             let until = self.active_until.entry(tgid).or_default();
             *until = (*until).max(now + linger);
-            self.worked.insert(tgid, now);
+            if let Some(presence) = self.presence.get_mut(&tgid) {
+                presence.seen(now);
+            }
         }
+    }
+
+    /// Processes with others in their outermost tenant, to whom they lend their share while they leave the GPU alone.
+    pub fn lenders<'a>(&'a self, rules: &'a Rules) -> impl Iterator<Item = u32> + 'a {
+        let outermost = |member: &Member| chain(rules, member.tenant).last();
+        let mut inside: BTreeMap<u32, u32> = BTreeMap::new();
+        for tenant in self.members.iter().filter_map(outermost) {
+            *inside.entry(tenant).or_default() += 1;
+        }
+        self.members
+            .iter()
+            .filter(move |member| {
+                outermost(member).is_some_and(|tenant| inside.get(&tenant) > Some(&1))
+            })
+            .map(|member| member.tgid)
+    }
+
+    /// A process has used so much CPU time so far. Whether slices have to be divided anew, since it is back.
+    pub fn ran(&mut self, tgid: u32, used: Duration, now: Duration) -> bool {
+        if let Some(presence) = self.presence.get_mut(&tgid) {
+            presence.ran(used, now);
+        }
+        self.idle.contains(&tgid) && self.find_idle(now)
     }
 
     /// Looks who lends its share from now on; whether that changed.
     fn find_idle(&mut self, now: Duration) -> bool {
-        let idle: BTreeSet<u32> = self
-            .worked
+        let time = |member: &Member| {
+            let slice = self.division.slices.get(&member.tgid).copied();
+            slice.unwrap_or_default() * u64::from(member.contexts)
+        };
+        let was_idle = |member: &Member| self.idle.contains(&member.tgid);
+        let working: u64 = self
+            .members
             .iter()
-            .filter(|(_, at)| now >= **at + IDLE_AFTER)
-            .map(|(tgid, _)| *tgid)
-            .collect();
+            .filter(|member| !was_idle(member))
+            .map(time)
+            .sum();
+        let mut idle = BTreeSet::new();
+        for member in &self.members {
+            let own = time(member);
+            let all = if was_idle(member) {
+                working + own
+            } else {
+                working
+            };
+            let presence = self.presence.get_mut(&member.tgid);
+            if presence.is_some_and(|presence| presence.is_idle(part(own, all), now)) {
+                idle.insert(member.tgid);
+            }
+        }
         let changed = idle != self.idle;
         self.idle = idle;
         changed
@@ -413,8 +454,8 @@ impl Gpu {
         if missed > 0 {
             self.missed_us = known_us;
             // Time of which nothing is known is not idle time.
-            for at in self.worked.values_mut() {
-                *at = (*at + Duration::from_micros(missed)).min(now);
+            for presence in self.presence.values_mut() {
+                presence.missed(Duration::from_micros(missed), now);
             }
         }
         self.measure(context, now);

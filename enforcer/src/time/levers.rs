@@ -54,6 +54,11 @@ impl DriverLevers {
         })
     }
 
+    /// CPU time that a process has used so far; `None` if it is gone.
+    pub fn cpu_time(&self, tgid: u32) -> Option<Duration> {
+        self.processes.cpu_time(tgid)
+    }
+
     fn reach(&mut self, tgid: u32) -> Result<&Reach, ActError> {
         if !self.reaches.contains_key(&tgid) {
             let started = self

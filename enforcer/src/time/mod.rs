@@ -14,6 +14,7 @@ pub mod gpu;
 pub mod handles;
 pub mod latency;
 pub mod levers;
+pub mod presence;
 pub mod pressure;
 pub mod priority;
 pub mod release;

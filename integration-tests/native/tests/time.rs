@@ -290,6 +290,52 @@ fn a_tenant_is_frozen_and_goes_on() {
 }
 
 #[test]
+fn a_forgotten_process_lends_its_share_until_it_is_back() {
+    let bed = Bed::new(&tenants(&[("a", ""), ("b", "")]));
+    let (mut actors, pids) = actors(&bed, &["a", "a", "b"]);
+    let are =
+        |first, second| slices(&bed, pids[0]) == [first; 4] && slices(&bed, pids[1]) == [second; 4];
+    let line = format!("{SATURATE} 20s");
+    for at in [0, 2] {
+        actors[at].order(&line);
+    }
+    wait_for("the other one's share", Duration::from_secs(15), || {
+        are(5000, 2500)
+    });
+    // One that works all the time is not taken for forgotten.
+    thread::sleep(Duration::from_secs(4));
+    assert!(are(5000, 2500));
+    actors[1].order(&format!("{SATURATE} 5s"));
+    let took = wait_for("its own share", Duration::from_secs(3), || are(2500, 2500));
+    println!("back after {took:?}");
+}
+
+/// Whoever gave an order and asks at once what came of it is not told what was before.
+#[test]
+fn what_an_order_has_done_is_told_at_once() {
+    let bed = Bed::new(&tenants(&[("a", "")]));
+    let (_actors, pids) = actors(&bed, &["a"]);
+    let mut controls = BTreeMap::new();
+    for _ in 0..5 {
+        for (order, is_frozen) in [("freeze", true), ("thaw", false)] {
+            assert!(bed.ctl(&[order, "a"]).status.success());
+            let status = bed.ctl(&["status", "--json", "a"]);
+            let status: serde_json::Value =
+                serde_json::from_slice(&status.stdout).expect("a status");
+            let told = &status["gpus"][0]["time"]["frozen"];
+            let told = told.as_array().map_or(0, Vec::len);
+            assert_eq!(told, usize::from(is_frozen), "{order}: {status}");
+            let state = bed.ctl(&["dump-state"]);
+            let state: serde_json::Value = serde_json::from_slice(&state.stdout).expect("a state");
+            let count = state["time"][order]["count"].as_u64();
+            let before = controls.insert(order, count);
+            assert!(count > before.unwrap_or(Some(0)), "{order}: {count:?}");
+        }
+    }
+    assert_eq!(disabled(&bed, pids[0]), (0, 20));
+}
+
+#[test]
 fn a_frozen_tenant_can_be_killed() {
     let bed = Bed::new(&tenants(&[("a", "")]));
     let (mut actors, pids) = actors(&bed, &["a"]);

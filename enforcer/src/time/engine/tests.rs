@@ -38,6 +38,12 @@ struct Model {
     controls: u64,
     /// NVML says of no process that it works.
     mute: bool,
+    /// NVML lays each span at one process, as it does on an H200: at whom, is chance.
+    one_at_a_time: bool,
+    chance: u32,
+    /// CPU time that processes have used, those that work or only calculate.
+    cpu: BTreeMap<u32, Duration>,
+    calculating: HashSet<u32>,
 }
 
 impl Model {
@@ -53,6 +59,36 @@ impl Model {
             gone: HashSet::new(),
             controls: 0,
             mute: false,
+            one_at_a_time: false,
+            chance: 1,
+            cpu: BTreeMap::new(),
+            calculating: HashSet::new(),
+        }
+    }
+
+    /// How long the spans are that NVML tells of.
+    fn told_every(&self) -> Duration {
+        if self.one_at_a_time {
+            200 * MS
+        } else {
+            100 * MS
+        }
+    }
+
+    /// Lays all that was done at one of those who did it.
+    fn lay_at_one(&mut self, busy: &mut [Busy]) {
+        let all: u64 = busy.iter().map(|busy| busy.busy_us).sum();
+        self.chance = self
+            .chance
+            .wrapping_mul(1_664_525)
+            .wrapping_add(1_013_904_223);
+        let mut left = all * u64::from(self.chance >> 8) >> 24;
+        let mut is_laid = false;
+        for busy in busy {
+            let is_it = !is_laid && left < busy.busy_us;
+            left = left.saturating_sub(busy.busy_us);
+            is_laid |= is_it;
+            busy.busy_us = if is_it { all } else { 0 };
         }
     }
 
@@ -67,6 +103,11 @@ impl Model {
         for (tgid, slice) in running {
             let part = u32::try_from(slice * 1_000_000 / all).expect("a part of a million");
             *self.busy.entry(tgid).or_default() += span * part / 1_000_000;
+        }
+        for tgid in self.slices.keys() {
+            if !self.idle.contains(tgid) || self.calculating.contains(tgid) {
+                *self.cpu.entry(*tgid).or_default() += span;
+            }
         }
         self.now += span;
     }
@@ -187,7 +228,7 @@ fn context(engine: &mut Engine, tgid: u32, tenant: u32) {
 fn live(engine: &mut Engine, model: &mut Model, span: Duration, late: Duration, measure: bool) {
     let end = model.now + span;
     let mut measured = model.busy.clone();
-    let mut next_measure = model.now + 100 * MS;
+    let mut next_measure = model.now + model.told_every();
     let mut seed = 1u32;
     while model.now < end {
         let wait = engine.step(model);
@@ -199,11 +240,11 @@ fn live(engine: &mut Engine, model: &mut Model, span: Duration, late: Duration, 
         ));
         if measure && model.now >= next_measure {
             let (from_us, to_us) = (
-                micros(next_measure.saturating_sub(100 * MS)),
+                micros(next_measure.saturating_sub(model.told_every())),
                 model.wall_us(),
             );
             let works = measured != model.busy;
-            let busy: Vec<Busy> = model
+            let mut busy: Vec<Busy> = model
                 .busy
                 .iter()
                 .filter(|_| !model.mute)
@@ -216,8 +257,15 @@ fn live(engine: &mut Engine, model: &mut Model, span: Duration, late: Duration, 
                     ),
                 })
                 .collect();
+            if model.one_at_a_time {
+                model.lay_at_one(&mut busy);
+            }
             measured.clone_from(&model.busy);
-            next_measure = model.now + 100 * MS;
+            next_measure = model.now + model.told_every();
+            for tgid in engine.lenders(0) {
+                let used = model.cpu.get(&tgid).copied().unwrap_or_default();
+                engine.ran(0, tgid, used, model.now);
+            }
             let told = Told {
                 known_us: to_us,
                 busy: &busy,
@@ -523,6 +571,57 @@ fn a_forgotten_process_does_not_cost_its_tenant_its_share() {
     model.mute = true;
     live_for(10, &mut model);
     assert_eq!(model.slices[&11], 2500);
+}
+
+/// Five tenants of equal weight; the first one has two processes, so that each has a tenth.
+fn five_tenants() -> (Engine, Model) {
+    let processes = [(10, 0), (11, 0), (12, 1), (13, 2), (14, 3), (15, 4)];
+    let (engine, mut model) = engine(&[rule(100); 5], &processes);
+    model.one_at_a_time = true;
+    (engine, model)
+}
+
+#[test]
+fn who_is_named_seldom_is_not_taken_for_one_who_is_forgotten() {
+    let (mut engine, mut model) = five_tenants();
+    // A second at a time, so that none hides behind the next.
+    for second in 0..300 {
+        live(&mut engine, &mut model, 1000 * MS, Duration::ZERO, true);
+        assert_eq!(
+            [model.slices[&10], model.slices[&11]],
+            [1000, 1000],
+            "after {second} s"
+        );
+    }
+    // A forgotten one beside it lends all that it has, for as long as it is away.
+    model.idle.insert(11);
+    live(&mut engine, &mut model, 4000 * MS, Duration::ZERO, true);
+    for second in 0..300 {
+        live(&mut engine, &mut model, 1000 * MS, Duration::ZERO, true);
+        assert_eq!(model.slices[&10], 2000, "after {second} s");
+    }
+}
+
+#[test]
+fn who_comes_back_has_its_share_at_once() {
+    let (mut engine, mut model) = five_tenants();
+    model.idle.insert(11);
+    live(&mut engine, &mut model, 60_000 * MS, Duration::ZERO, true);
+    assert_eq!(model.slices[&10], 2000);
+    model.idle.clear();
+    live(&mut engine, &mut model, 500 * MS, Duration::ZERO, true);
+    assert_eq!([model.slices[&10], model.slices[&11]], [1000, 1000]);
+}
+
+#[test]
+fn who_only_calculates_lends_its_share_in_the_end() {
+    let (mut engine, mut model) = five_tenants();
+    model.idle.insert(11);
+    model.calculating.insert(11);
+    live(&mut engine, &mut model, 5000 * MS, Duration::ZERO, true);
+    assert_eq!(model.slices[&10], 1000);
+    live(&mut engine, &mut model, 30_000 * MS, Duration::ZERO, true);
+    assert_eq!(model.slices[&10], 2000);
 }
 
 #[test]

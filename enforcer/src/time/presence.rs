@@ -1,0 +1,205 @@
+//! Who is at work on a GPU, and who has left it alone: pure.
+//!
+//! Measured on an H200: NVML lays each span of some 200 ms at one process. So who has a small share is not mentioned for seconds
+//! while it works all the time, and silence proves little until it has lasted long enough for that share. A process that
+//! uses no CPU either does not launch anything, and is known sooner.
+
+use std::time::Duration;
+
+/// Who is neither heard of nor uses its CPUs for so long has left the GPU alone. Longer than it takes to see that somebody is
+/// back, so that coming and going wins nobody much.
+const QUIET: Duration = Duration::from_secs(3);
+/// Silence that says enough of anybody.
+const LONGEST: Duration = Duration::from_secs(30);
+/// How long a span is of which NVML names one process.
+const SPAN: Duration = Duration::from_millis(200);
+/// How likely it may be that somebody is silent by chance.
+const BY_CHANCE: f64 = 0.001;
+/// From this part of one CPU on a process does something. A notebook that nobody uses stays far below.
+const CPU_BUSY: f64 = 0.02;
+/// What is known of the use of CPUs is old after this.
+const CPU_KNOWN: Duration = Duration::from_secs(1);
+
+/// What is known of one process.
+#[derive(Clone, Copy, Debug)]
+pub struct Presence {
+    /// When it was at work last, as far as is known.
+    seen: Duration,
+    /// When its CPUs were busy last.
+    stirred: Duration,
+    /// When its use of CPUs was looked at last, and what it was.
+    cpu: Option<(Duration, Duration)>,
+    /// It has left the GPU alone, and nothing has been seen of it since.
+    idle: bool,
+}
+
+impl Presence {
+    /// A process that has just made a context, so it is about to use it.
+    pub fn new(now: Duration) -> Self {
+        Self {
+            seen: now,
+            stirred: now,
+            cpu: None,
+            idle: false,
+        }
+    }
+
+    /// It was at work.
+    pub fn seen(&mut self, now: Duration) {
+        self.seen = self.seen.max(now);
+        self.idle = false;
+    }
+
+    /// It has used so much CPU time so far. Who begins to do something is taken to be back, once: who goes on without the GPU
+    /// is not.
+    pub fn ran(&mut self, used: Duration, now: Duration) {
+        let quiet = self.is_quiet(now);
+        let Some((at, before)) = self.cpu.replace((now, used)) else {
+            self.stirred = now;
+            return;
+        };
+        if used.saturating_sub(before) <= now.saturating_sub(at).mul_f64(CPU_BUSY) {
+            return;
+        }
+        self.stirred = now;
+        if quiet {
+            self.seen(now);
+        }
+    }
+
+    /// Of so much time nothing is known, so it was not idle time.
+    pub fn missed(&mut self, span: Duration, now: Duration) {
+        self.seen = (self.seen + span).min(now);
+    }
+
+    fn is_quiet(&self, now: Duration) -> bool {
+        self.cpu
+            .is_some_and(|(at, _)| now.saturating_sub(at) <= CPU_KNOWN)
+            && now >= self.stirred + QUIET
+    }
+
+    /// Whether it has left the GPU alone; it has until something is seen of it. `share` is the part of the GPU's time, 0 to 1, that
+    /// is its own while it works.
+    pub fn is_idle(&mut self, share: f64, now: Duration) -> bool {
+        let silent = now.saturating_sub(self.seen);
+        self.idle |= silent >= telling(share) || (silent >= QUIET && self.is_quiet(now));
+        self.idle
+    }
+}
+
+/// How long somebody with such a share has to be silent until that is no chance.
+fn telling(share: f64) -> Duration {
+    let spans = BY_CHANCE.ln() / (1.0 - share.clamp(0.001, 0.999)).ln();
+    SPAN.mul_f64(spans).clamp(QUIET, LONGEST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TENTH: Duration = Duration::from_millis(100);
+
+    /// So much CPU time in every tenth of a second of such a span.
+    fn run(
+        presence: &mut Presence,
+        now: &mut Duration,
+        span: Duration,
+        used: &mut Duration,
+        each: Duration,
+    ) {
+        let end = *now + span;
+        while *now < end {
+            *now += TENTH;
+            *used += each;
+            presence.ran(*used, *now);
+        }
+    }
+
+    fn secs(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn silence_has_to_last_the_longer_the_smaller_the_share() {
+        for (share, least, most) in [
+            (1.0, 3.0, 3.0),
+            (0.5, 3.0, 3.0),
+            (0.25, 4.5, 5.0),
+            (0.1, 13.0, 13.5),
+            (0.05, 26.0, 27.5),
+            (0.0, 30.0, 30.0),
+        ] {
+            let took = telling(share).as_secs_f64();
+            assert!((least..=most).contains(&took), "{share}: {took}");
+        }
+        let mut presence = Presence::new(secs(100));
+        assert!(!presence.is_idle(0.1, secs(112)));
+        assert!(presence.is_idle(0.1, secs(114)));
+    }
+
+    #[test]
+    fn who_uses_no_cpu_is_known_to_be_idle_sooner() {
+        let (mut now, mut used) = (secs(100), secs(7));
+        let mut presence = Presence::new(now);
+        run(&mut presence, &mut now, secs(4), &mut used, Duration::ZERO);
+        assert!(presence.is_idle(0.05, now));
+        // A tick of a notebook's own is nothing.
+        run(
+            &mut presence,
+            &mut now,
+            TENTH,
+            &mut used,
+            Duration::from_micros(500),
+        );
+        assert!(presence.is_idle(0.05, now));
+    }
+
+    #[test]
+    fn who_begins_to_do_something_is_back_at_once() {
+        let (mut now, mut used) = (secs(100), secs(7));
+        let mut presence = Presence::new(now);
+        run(&mut presence, &mut now, secs(60), &mut used, Duration::ZERO);
+        assert!(presence.is_idle(0.05, now));
+        run(&mut presence, &mut now, TENTH, &mut used, TENTH);
+        assert!(!presence.is_idle(0.05, now));
+    }
+
+    #[test]
+    fn who_only_calculates_has_left_the_gpu_alone_for_all_that() {
+        let (mut now, mut used) = (secs(100), secs(7));
+        let mut presence = Presence::new(now);
+        run(&mut presence, &mut now, secs(26), &mut used, TENTH);
+        assert!(!presence.is_idle(0.05, now));
+        run(&mut presence, &mut now, secs(2), &mut used, TENTH);
+        assert!(presence.is_idle(0.05, now));
+        run(&mut presence, &mut now, secs(60), &mut used, TENTH);
+        assert!(presence.is_idle(0.05, now));
+        // NVML names it.
+        presence.seen(now);
+        assert!(!presence.is_idle(0.05, now));
+    }
+
+    #[test]
+    fn who_is_known_to_be_idle_is_so_until_something_is_seen() {
+        let mut presence = Presence::new(secs(100));
+        assert!(presence.is_idle(1.0, secs(104)));
+        // Others have begun to work, so its share would be smaller.
+        assert!(presence.is_idle(0.05, secs(105)));
+        presence.seen(secs(106));
+        assert!(!presence.is_idle(1.0, secs(107)));
+    }
+
+    #[test]
+    fn what_nobody_has_looked_at_says_nothing() {
+        let (mut now, mut used) = (secs(100), secs(7));
+        let mut presence = Presence::new(now);
+        run(&mut presence, &mut now, secs(2), &mut used, Duration::ZERO);
+        now += secs(5);
+        assert!(
+            !presence.is_idle(0.1, now),
+            "its CPUs were looked at too long ago"
+        );
+        presence.missed(secs(20), now);
+        assert!(!presence.is_idle(1.0, now));
+    }
+}
