@@ -666,7 +666,7 @@ mod tests {
         let before = own();
         let started = Instant::now();
         while own() < before + Duration::from_millis(20) {
-            assert!(started.elapsed() < Duration::from_secs(60));
+            assert!(started.elapsed() < Duration::from_mins(1));
         }
         let mut other = std::process::Command::new("sleep")
             .arg("60")

@@ -23,7 +23,7 @@ use tracing::{error, info, warn};
 use super::{
     energy::Apart,
     engine::{Engine, Levers as _, Settings},
-    gpu::{LINGER, Told, chain},
+    gpu::{Gpu, LINGER, Told, chain},
     handles::Place,
     levers::DriverLevers,
     release,
@@ -564,17 +564,16 @@ impl Worker {
                 board,
             } => {
                 self.unknown.remove(&gpu);
-                for tgid in self.engine.lenders(gpu) {
-                    if let Some(used) = self.levers.cpu_time(tgid) {
-                        self.engine.ran(gpu, tgid, used, now);
-                    }
-                }
                 let told = Told {
                     known_us,
                     busy: &busy,
                     energy,
                     board,
                 };
+                // Who is idle matters while others are not.
+                if told.is_at_work() {
+                    self.look_at_cpus(gpu, now);
+                }
                 self.engine.used(gpu, &told, now, self.levers.wall_us());
             }
             Utilization::Unknown { gpu, why } => {
@@ -598,6 +597,18 @@ impl Worker {
                     self.divided.remove(&gpu);
                 }
             }
+        }
+    }
+
+    /// Looks what processes do besides: who uses no CPU launches nothing.
+    fn look_at_cpus(&mut self, gpu: u32, now: Duration) {
+        let members = self.engine.gpu(gpu).map_or(&[][..], Gpu::members);
+        let used: Vec<(u32, Duration)> = members
+            .iter()
+            .filter_map(|member| Some((member.tgid, self.levers.cpu_time(member.tgid)?)))
+            .collect();
+        for (tgid, used) in used {
+            self.engine.ran(gpu, tgid, used, now);
         }
     }
 

@@ -252,13 +252,6 @@ impl Engine {
         }
     }
 
-    /// Processes of a GPU that would lend their share to others of their tenant.
-    pub fn lenders(&self, gpu: u32) -> Vec<u32> {
-        self.gpus
-            .get(&gpu)
-            .map_or_else(Vec::new, |state| state.lenders(&self.rules).collect())
-    }
-
     /// A process on a GPU has used so much CPU time so far.
     pub fn ran(&mut self, gpu: u32, tgid: u32, used: Duration, now: Duration) {
         if let Some(state) = self.gpus.get_mut(&gpu) {

@@ -129,8 +129,20 @@ impl Told<'_> {
     /// Whether the board was at work and NVML says of nobody that it was. Measured on an H200: for as long as the only process at
     /// work is frozen in between, NVML tells nothing of it, while what it tells of the board is right.
     pub fn is_silent(&self) -> bool {
+        self.board_is_busy() && !self.names_somebody()
+    }
+
+    /// Whether anybody was at work.
+    pub fn is_at_work(&self) -> bool {
+        self.board_is_busy() || self.names_somebody()
+    }
+
+    fn board_is_busy(&self) -> bool {
         self.board.is_some_and(|part| part >= BOARD_BUSY)
-            && self.busy.iter().all(|busy| busy.busy_us == 0)
+    }
+
+    fn names_somebody(&self) -> bool {
+        self.busy.iter().any(|busy| busy.busy_us > 0)
     }
 }
 
@@ -244,21 +256,6 @@ impl Gpu {
                 presence.seen(now);
             }
         }
-    }
-
-    /// Processes with others in their outermost tenant, to whom they lend their share while they leave the GPU alone.
-    pub fn lenders<'a>(&'a self, rules: &'a Rules) -> impl Iterator<Item = u32> + 'a {
-        let outermost = |member: &Member| chain(rules, member.tenant).last();
-        let mut inside: BTreeMap<u32, u32> = BTreeMap::new();
-        for tenant in self.members.iter().filter_map(outermost) {
-            *inside.entry(tenant).or_default() += 1;
-        }
-        self.members
-            .iter()
-            .filter(move |member| {
-                outermost(member).is_some_and(|tenant| inside.get(&tenant) > Some(&1))
-            })
-            .map(|member| member.tgid)
     }
 
     /// A process has used so much CPU time so far. Whether slices have to be divided anew, since it is back.
@@ -455,7 +452,7 @@ impl Gpu {
             self.missed_us = known_us;
             // Time of which nothing is known is not idle time.
             for presence in self.presence.values_mut() {
-                presence.missed(Duration::from_micros(missed), now);
+                presence.missed(Duration::from_micros(missed));
             }
         }
         self.measure(context, now);
@@ -493,12 +490,16 @@ impl Gpu {
         if from_us >= told.known_us {
             return None;
         }
-        let mut awake = self
-            .members
-            .iter()
-            .filter(|member| !self.idle.contains(&member.tgid));
-        let (only, None) = (awake.next()?, awake.next()) else {
-            return None;
+        let awake = || {
+            self.members
+                .iter()
+                .filter(|member| !self.idle.contains(&member.tgid))
+        };
+        let only = match (awake().count(), self.members.as_slice()) {
+            (1, _) => awake().next()?,
+            // It waits for its kernels without using a CPU.
+            (0, [alone]) => alone,
+            _ => return None,
         };
         let span = Duration::from_micros(told.known_us - from_us);
         // The board tells of its last moments only, and those before were told of when they were.

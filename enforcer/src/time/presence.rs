@@ -25,6 +25,8 @@ const CPU_KNOWN: Duration = Duration::from_secs(1);
 pub struct Presence {
     /// When it was at work last, as far as is known.
     seen: Duration,
+    /// How much of the time since then nothing is known of.
+    unknown: Duration,
     /// When its CPUs were busy last.
     stirred: Duration,
     /// When its use of CPUs was looked at last, and what it was.
@@ -38,6 +40,7 @@ impl Presence {
     pub fn new(now: Duration) -> Self {
         Self {
             seen: now,
+            unknown: Duration::ZERO,
             stirred: now,
             cpu: None,
             idle: false,
@@ -47,6 +50,7 @@ impl Presence {
     /// It was at work.
     pub fn seen(&mut self, now: Duration) {
         self.seen = self.seen.max(now);
+        self.unknown = Duration::ZERO;
         self.idle = false;
     }
 
@@ -58,7 +62,9 @@ impl Presence {
             self.stirred = now;
             return;
         };
-        if used.saturating_sub(before) <= now.saturating_sub(at).mul_f64(CPU_BUSY) {
+        let span = now.saturating_sub(at);
+        // Over a long time the mean says nothing of its end.
+        if span > CPU_KNOWN || used.saturating_sub(before) <= span.mul_f64(CPU_BUSY) {
             return;
         }
         self.stirred = now;
@@ -67,9 +73,9 @@ impl Presence {
         }
     }
 
-    /// Of so much time nothing is known, so it was not idle time.
-    pub fn missed(&mut self, span: Duration, now: Duration) {
-        self.seen = (self.seen + span).min(now);
+    /// Nothing is known of who was at work for so long.
+    pub fn missed(&mut self, span: Duration) {
+        self.unknown += span;
     }
 
     fn is_quiet(&self, now: Duration) -> bool {
@@ -82,7 +88,8 @@ impl Presence {
     /// is its own while it works.
     pub fn is_idle(&mut self, share: f64, now: Duration) -> bool {
         let silent = now.saturating_sub(self.seen);
-        self.idle |= silent >= telling(share) || (silent >= QUIET && self.is_quiet(now));
+        self.idle |= silent.saturating_sub(self.unknown) >= telling(share)
+            || (silent >= QUIET && self.is_quiet(now));
         self.idle
     }
 }
@@ -199,7 +206,24 @@ mod tests {
             !presence.is_idle(0.1, now),
             "its CPUs were looked at too long ago"
         );
-        presence.missed(secs(20), now);
-        assert!(!presence.is_idle(1.0, now));
+        // What it used in the meantime may have been at any moment; the next look tells.
+        used += secs(1);
+        presence.ran(used, now);
+        assert!(presence.is_idle(0.1, now));
+        run(&mut presence, &mut now, TENTH, &mut used, TENTH);
+        assert!(!presence.is_idle(0.1, now));
+    }
+
+    #[test]
+    fn time_of_which_nothing_is_known_is_not_idle_but_for_who_does_nothing() {
+        let mut presence = Presence::new(secs(100));
+        presence.missed(secs(20));
+        assert!(!presence.is_idle(1.0, secs(121)));
+        assert!(presence.is_idle(1.0, secs(123)));
+        let (mut now, mut used) = (secs(100), secs(7));
+        let mut presence = Presence::new(now);
+        run(&mut presence, &mut now, secs(4), &mut used, Duration::ZERO);
+        presence.missed(secs(4));
+        assert!(presence.is_idle(1.0, now));
     }
 }

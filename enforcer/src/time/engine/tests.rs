@@ -44,6 +44,8 @@ struct Model {
     /// CPU time that processes have used, those that work or only calculate.
     cpu: BTreeMap<u32, Duration>,
     calculating: HashSet<u32>,
+    /// Who works without using a CPU, since it sleeps until its kernels are done.
+    sleeping: HashSet<u32>,
 }
 
 impl Model {
@@ -63,6 +65,7 @@ impl Model {
             chance: 1,
             cpu: BTreeMap::new(),
             calculating: HashSet::new(),
+            sleeping: HashSet::new(),
         }
     }
 
@@ -82,7 +85,7 @@ impl Model {
             .chance
             .wrapping_mul(1_664_525)
             .wrapping_add(1_013_904_223);
-        let mut left = all * u64::from(self.chance >> 8) >> 24;
+        let mut left = (all * u64::from(self.chance >> 8)) >> 24;
         let mut is_laid = false;
         for busy in busy {
             let is_it = !is_laid && left < busy.busy_us;
@@ -105,7 +108,8 @@ impl Model {
             *self.busy.entry(tgid).or_default() += span * part / 1_000_000;
         }
         for tgid in self.slices.keys() {
-            if !self.idle.contains(tgid) || self.calculating.contains(tgid) {
+            let waits = self.sleeping.contains(tgid) || self.idle.contains(tgid);
+            if !waits || self.calculating.contains(tgid) {
                 *self.cpu.entry(*tgid).or_default() += span;
             }
         }
@@ -262,10 +266,6 @@ fn live(engine: &mut Engine, model: &mut Model, span: Duration, late: Duration, 
             }
             measured.clone_from(&model.busy);
             next_measure = model.now + model.told_every();
-            for tgid in engine.lenders(0) {
-                let used = model.cpu.get(&tgid).copied().unwrap_or_default();
-                engine.ran(0, tgid, used, model.now);
-            }
             let told = Told {
                 known_us: to_us,
                 busy: &busy,
@@ -275,6 +275,12 @@ fn live(engine: &mut Engine, model: &mut Model, span: Duration, late: Duration, 
                 }),
                 board: Some(if works { 0.5 } else { 0.0 }),
             };
+            if told.is_at_work() {
+                for tgid in [10, 11, 12, 13, 14, 15] {
+                    let used = model.cpu.get(&tgid).copied().unwrap_or_default();
+                    engine.ran(0, tgid, used, model.now);
+                }
+            }
             engine.used(0, &told, model.now, to_us);
         }
     }
@@ -691,6 +697,39 @@ fn what_the_board_does_is_the_use_of_the_only_process_that_nvml_tells_nothing_of
     model.mute = true;
     live(&mut engine, &mut model, span, Duration::ZERO, true);
     assert!(told(&engine) - before < 0.3);
+}
+
+#[test]
+fn who_does_nothing_is_not_in_the_way_of_the_only_one_at_work() {
+    let capped = Rule {
+        max: Some(0.5),
+        ..rule(100)
+    };
+    let (mut engine, mut model) = engine(&[capped, rule(100)], &[(10, 0), (11, 1)]);
+    // From the start NVML tells nothing of the process that is frozen in between, and the other one waits for a user.
+    model.mute = true;
+    model.idle.insert(11);
+    let span = Duration::from_secs(20);
+    live(&mut engine, &mut model, span, Duration::ZERO, true);
+    let account = engine.gpu(0).and_then(|gpu| gpu.account(0));
+    let told = account.map_or(0.0, |account| account.meter.total().as_secs_f64());
+    // The board of the model tells 50 %; the first seconds go by until the other one is known to be idle.
+    assert!((6.0..=10.5).contains(&told), "{told}");
+}
+
+#[test]
+fn who_sleeps_until_its_kernels_are_done_is_the_one_at_work_if_nobody_else_is_there() {
+    let (mut engine, mut model) = engine(&[rule(100)], &[(10, 0)]);
+    model.idle.insert(10);
+    let span = Duration::from_secs(20);
+    live(&mut engine, &mut model, span, Duration::ZERO, true);
+    model.idle.clear();
+    model.sleeping.insert(10);
+    model.mute = true;
+    live(&mut engine, &mut model, span, Duration::ZERO, true);
+    let account = engine.gpu(0).and_then(|gpu| gpu.account(0));
+    let told = account.map_or(0.0, |account| account.meter.total().as_secs_f64());
+    assert!((9.0..=10.5).contains(&told), "{told}");
 }
 
 #[test]
