@@ -26,6 +26,8 @@ GPU = int(os.environ.get("GPU", 0))
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(GPU))
 # Beds of this process have names of their own.
 NUMBERS = itertools.count()
+# Beds that are there, so that a part of a script that breaks leaves none to the next.
+OPEN = []
 # Seconds after which a worker that does not answer is given up.
 PATIENCE = 120
 # Seconds that a neighbour is at work before its victim is.
@@ -73,6 +75,7 @@ class Bed:
             f'[policy]\nvendor = "{self.dir}/none"\nadmin = "{self.dir}/policy.d"\n' + SETTINGS + settings
         )
         atexit.register(self.close)
+        OPEN.append(self)
         if start:
             self.start()
 
@@ -157,6 +160,7 @@ class Bed:
 
     def close(self):
         atexit.unregister(self.close)
+        OPEN.remove(self)
         self.detach()
         top = pathlib.Path(self.cgroups + self.top)
         if top.exists():

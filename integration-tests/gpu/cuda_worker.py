@@ -359,10 +359,18 @@ def timed_context():
     return {"seconds": time.monotonic() - start}
 
 
+def without_preload():
+    """Starts this program anew, without a library that was preloaded into it. Answers first: the next line is for the new one."""
+    print("{}", flush=True)
+    os.environ.pop("LD_PRELOAD", None)
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
 COMMANDS = {
     "nothing": dict,
     "context": context,
     "timed-context": timed_context,
+    "without-preload": without_preload,
     "launch": lambda seconds: launch(float(seconds)),
     "cost": lambda count: cost(int(count)),
     "code": code,

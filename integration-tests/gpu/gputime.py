@@ -11,7 +11,7 @@ import tempfile
 import time
 
 import record
-from bed import Bed, Worker, beside, nvml_bytes, time_worker as start, together
+from bed import OPEN, Bed, Worker, beside, nvml_bytes, time_worker as start, together
 from record import at, claim, quick, sample, skip
 
 WORKER = pathlib.Path(__file__).with_name("time_worker.py")
@@ -39,30 +39,42 @@ def show(values):
     return " : ".join(f"{value:.1f}" for value in values)
 
 
-def shares(test, workers, lines, seconds, wanted=None, within=1.0, within_window=2.0, groups=None, key=None, skip=0):
-    """Lets workers compete, and compares their shares with `wanted` (percent), but for so many seconds at the start. Returns steps per
-    second of each."""
-    answers = together(workers, *lines)
-    found = windows(answers, skip + seconds)[skip:]
+def compete(test, workers, lines, seconds, skip=0, run=0):
+    """Finished steps of each in windows of a second, but for so many seconds at the start."""
+    found = windows(together(workers, *lines), skip + seconds)[skip:]
     for w, counts in enumerate(found):
         for who, count in enumerate(counts):
-            sample(f"{test}/{who}", w, count)
-    total = [sum(column) for column in zip(*found)]
+            sample(f"{test}/{who}", run * seconds + w, count)
+    return found
+
+
+def judge(test, runs, wanted=None, within=1.0, within_window=2.0, groups=None, key=None):
+    """Compares the shares of each run, and of each second, with `wanted` (percent). Returns steps per second of each, in the mean."""
     grouped = lambda counts: [sum(counts[i] for i in group) for group in groups] if groups else counts
-    got = percent(grouped(total))
+    off = lambda counts: max(abs(got - w) for got, w in zip(percent(grouped(counts)), wanted))
+    add = lambda rows: [sum(column) for column in zip(*rows)]
+    seconds, of = len(runs[0]), f", {len(runs)} times" if len(runs) > 1 else ""
+    total = add(add(found) for found in runs)
+    got = show(percent(grouped(total)))
     if wanted is None:
-        claim(test, None, show(got), key=key)
+        claim(test + of, None, got, key=key)
     else:
-        off = max(abs(g - w) for g, w in zip(got, wanted))
-        worst = max(abs(g - w) for counts in found for g, w in zip(percent(grouped(counts)), wanted))
-        claim(f"{test}: within {within} points over {seconds} s", off <= within, f"{show(got)}, off by {off:.2f}", key=key, off=off, worst=worst)
+        offs = [off(add(found)) for found in runs]
+        worst = max(off(counts) for found in runs for counts in found)
+        claim(f"{test}: within {within} points over {seconds} s{of}", max(offs) <= within,
+              f"{got}, off by {max(offs):.2f}{' at worst' if of else ''}", key=key, off=max(offs), worst=worst)
         claim(f"{test}: within {within_window} points in each second", worst <= within_window, f"off by {worst:.2f} at worst")
-    return [count / seconds for count in total]
+    return [count / seconds / len(runs) for count in total]
+
+
+def shares(test, workers, lines, seconds, skip=0, **judged):
+    """Lets workers compete once, and compares their shares with what is wanted."""
+    return judge(test, [compete(test, workers, lines, seconds, skip)], **judged)
 
 
 WEIGHTS = (50, 50), (25, 75), (30, 70), (10, 90)
-# A process that has left the GPU alone for three seconds lends its share; beside five others NVML took six to tell.
-FORGOTTEN = 12
+# A process that does nothing for three seconds lends its share.
+FORGOTTEN = 6
 # What the victim does in its first moments is not counted: both sides of the comparison begin.
 SETTLED_MS = 600
 
@@ -127,7 +139,9 @@ class Run:
 
     def all(self, *names):
         """The workers of these names, each in the tenant of its first letter, under a daemon."""
-        self.bed = self.bed or Bed(policy("abcde"))
+        if self.bed not in OPEN:
+            self.workers.clear()
+            self.bed = Bed(policy("abcde"))
         new = [name for name in names if name not in self.workers]
         for name in new:
             self.workers[name] = start(self.bed, name.rstrip("0123456789"))
@@ -173,27 +187,42 @@ class Run:
         """Ends the shared daemon; the next part that needs one starts another."""
         for name in list(self.workers):
             self.workers.pop(name).close()
-        if self.bed:
+        if self.bed in OPEN:
             self.bed.close()
         self.bed = None
 
-    def default(self):
-        """What the driver does by itself: processes in no tenant."""
-        a, b = start(None, None), start(None, None)
-        together([a, b], "context")
-        rates = shares("default time slicing, two processes", [a, b], [self.spin(6.5)] * 2, 5, key="share/default")
-        claim("default time slicing, sum / alone", None, f"{sum(rates) / self.alone_rate:.1%}", key="sum/default")
-        a.close()
-        b.close()
-
-    def weights(self):
-        a, b = self.all("a", "b")
-        for wa, wb in WEIGHTS:
-            self.weigh(wa, wb)
-            rates = shares(f"weights {wa}:{wb}", [a, b], [self.spin(11.5)] * 2, 10, (wa, wb), key=f"share/{wa}:{wb}")
-            claim(f"weights {wa}:{wb}, sum / alone", None, f"{sum(rates) / self.alone_rate:.1%}", key=f"sum/{wa}:{wb}")
-            claim(f"weights {wa}:{wb}, what the daemon tells of the last 10 s", None,
-                  show([100 * self.told(tenant, "share_10s") for tenant in "ab"]), key=f"told/{wa}:{wb}")
+    def systems(self):
+        """What the driver does by itself, what MPS does, and weights, in turns."""
+        free = [start(None, None) for _ in range(2)]
+        together(free, "context")
+        pair = self.all("a", "b")
+        line, seconds, repeats = self.spin(quick(5.5, 11.5)), quick(4, 10), quick(1, 5)
+        default, mps_shares = "default time slicing, two processes", "MPS, 30 and 70 % of the threads"
+        runs, told = {}, {}
+        with Mps() as mps:
+            clients = [start(None, None, mps.share(part)) for part in (30, 70)] if mps else []
+            together(clients, "context")
+            for run in range(repeats):
+                for test, workers in ((default, free), (mps_shares, clients)):
+                    if workers:
+                        runs.setdefault(test, []).append(compete(test, workers, [line] * 2, seconds, run=run))
+                for weights in WEIGHTS:
+                    self.weigh(*weights)
+                    test = f"weights {weights[0]}:{weights[1]}"
+                    runs.setdefault(test, []).append(compete(test, pair, [line] * 2, seconds, run=run))
+                    told[test] = show([100 * self.told(tenant, "share_10s") for tenant in "ab"])
+            for worker in clients:
+                worker.close()
+        for worker in free:
+            worker.close()
+        for test, found in runs.items():
+            name = test.removeprefix("weights ")
+            key = {default: "default", mps_shares: "mps"}.get(test, name)
+            wanted = None if test in (default, mps_shares) else tuple(map(int, name.split(":")))
+            rates = judge(test, found, wanted, key=f"share/{key}")
+            claim(f"{test}, sum / alone", None, f"{sum(rates) / self.alone_rate:.1%}", key=f"sum/{key}")
+            if test in told:
+                claim(f"{test}, what the daemon tells of the last 10 s", None, told[test], key=f"told/{key}")
 
     def loops(self):
         a, b = self.all("a", "b")
@@ -202,7 +231,7 @@ class Run:
             self.weigh(*weights)
             for work, line in (("matmul", "matmul 4096"), ("training", "train")):
                 key = f"share/{work}" + ("" if weights == (30, 70) else f"/{weights[0]}:{weights[1]}")
-                shares(f"PyTorch {work} loops {weights[0]}:{weights[1]}", [a, b], [f"{line} {length + 2}"] * 2, length, weights, 1, 2, key=key)
+                shares(f"PyTorch {work} loops {weights[0]}:{weights[1]}", [a, b], [f"{line} {length + 2}"] * 2, length, wanted=weights, key=key)
 
     def many(self):
         a, b, c, d, e = self.all("a", "b", "c", "d", "e")
@@ -211,19 +240,19 @@ class Run:
         length = quick(4, 10)
         line = self.spin(length + 1.5)
         self.set("c", "time.weight=200")
-        shares("three tenants 25:25:50", [a, b, c], [line] * 3, length, (25, 25, 50), key="share/three")
+        shares("three tenants 25:25:50", [a, b, c], [line] * 3, length, wanted=(25, 25, 50), key="share/three")
         self.set("c", "time.weight=100")
         (second,) = self.all("a2")
         shares("two processes in one tenant count as one", [a, second, b], [line] * 3, length,
-               (50, 50), groups=((0, 1), (2,)), key="share/two-in-one")
+               wanted=(50, 50), groups=((0, 1), (2,)), key="share/two-in-one")
         self.workers.pop("a2").close()
         weights = (10, 15, 20, 25, 30)
         for name, weight in zip("abcde", weights):
             self.set(name, f"time.weight={weight}")
-        shares("five tenants 10:15:20:25:30", [a, b, c, d, e], [line] * 5, length, weights, key="share/five")
+        shares("five tenants 10:15:20:25:30", [a, b, c, d, e], [line] * 5, length, wanted=weights, key="share/five")
         self.all("a2")
         shares("the same, the first one with a forgotten process too", [a, b, c, d, e], [self.spin(FORGOTTEN + length + 1.5)] * 5, length,
-               weights, key="share/forgotten", skip=FORGOTTEN)
+               skip=FORGOTTEN, wanted=weights, key="share/forgotten")
         for name in ("a2", "c", "d", "e"):
             self.workers.pop(name).close()
 
@@ -300,7 +329,7 @@ class Run:
                 self.weigh(50, 50)
                 time.sleep(0.5)
                 seconds = quick(3, 10)
-                rates = shares(f"round {length} ms, 50:50", [a, b], [self.spin(seconds + 1.5)] * 2, seconds, (50, 50))
+                rates = shares(f"round {length} ms, 50:50", [a, b], [self.spin(seconds + 1.5)] * 2, seconds, wanted=(50, 50))
                 part = sum(rates) / self.alone_rate
                 sample("sum by round", length, 100 * part)
                 claim(f"round of {length} ms: sum" + (" at least 97 % of alone" if length == 20 else " / alone"),
@@ -360,23 +389,12 @@ class Run:
         bed.ctl("set-property", "x", "time.weight=25", "--runtime")
         bed.ctl("set-property", "y", "time.weight=75", "--runtime")
         time.sleep(0.5)
-        shares("adopted, weights 25:75", workers, [self.spin(5.5)] * 2, 4, (25, 75), key="adopt/share")
+        shares("adopted, weights 25:75", workers, [self.spin(5.5)] * 2, 4, wanted=(25, 75), key="adopt/share")
         for worker in workers:
             worker.close()
         left = [bed.usage(tenant)["memory_used"] for tenant in "xy"]
         claim("adopted: nothing is left when they have ended", not any(left), f"{left}", key="adopt/left")
         bed.close()
-
-    def mps(self):
-        with Mps() as mps:
-            if not mps:
-                return
-            workers = [start(None, None, mps.share(part)) for part in (30, 70)]
-            together(workers, "context")
-            rates = shares("MPS, 30 and 70 % of the threads", workers, [self.spin(5.5)] * 2, 4, key="share/mps")
-            claim("MPS, sum / alone", None, f"{sum(rates) / self.alone_rate:.1%}", key="sum/mps")
-            for worker in workers:
-                worker.close()
 
 
 class Mps:
@@ -409,6 +427,6 @@ class Mps:
 if __name__ == "__main__":
     run = Run()
     record.run("time", {
-        "alone": run.alone, "default": run.default, "shares": run.weights, "loops": run.loops, "latency": run.latencies, "ceilings": run.ceilings,
-        "freeze": run.freeze, "many": run.many, "rounds": run.rounds_, "eager": run.eager, "adoption": run.adoption, "mps": run.mps,
+        "alone": run.alone, "shares": run.systems, "loops": run.loops, "latency": run.latencies, "ceilings": run.ceilings,
+        "freeze": run.freeze, "many": run.many, "rounds": run.rounds_, "eager": run.eager, "adoption": run.adoption,
     })

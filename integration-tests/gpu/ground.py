@@ -34,6 +34,8 @@ def main():
         notes.append("MPS: nvidia-cuda-mps-control is not on this host; its columns are left out")
     if len(gpu_facts()) < 2:
         notes.append("the collective under a launch budget: NCCL wants a GPU for each rank, and there is one")
+    if not os.environ.get("HAMI_CORE"):
+        notes.append("HAMi-core: HAMI_CORE names no build of it")
     if importlib.util.find_spec("matplotlib") is None:
         notes.append("plots: Python has no matplotlib")
     others = subprocess.run(["nvidia-smi", "--query-compute-apps=pid,name", "--format=csv,noheader"],

@@ -109,7 +109,7 @@ def capabilities():
     rate = launched["launches"] / (launched["end"] - launched["start"])
     claim("with the capabilities of its unit alone the daemon refuses memory, paces launches, freezes and thaws",
           filled["code"] == 2 and rate <= 2100 and not any(acts) and controls > 0,
-          f"{len(kept)} capabilities; {filled['mib']} MiB of 2,048, error {filled['code']}; {rate:.0f} launches/s of 2,000; {controls} freezes", key="life/capabilities")
+          f"{len(kept)} capabilities; {filled['mib']} MiB of 2,048, error {filled['code']}; {rate:.0f} launches/s of 2,000; {controls} controls to freeze", key="life/capabilities")
     worker.close()
     host.close()
 

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 
+import bed
+
 OUT = pathlib.Path(os.environ.get("OUT", "."))
 # Shorter measurements and fewer repeats, for when time on a GPU is dear.
 QUICK = bool(os.environ.get("QUICK"))
@@ -104,10 +106,13 @@ def run(name, parts):
         print(f"-- {name} {_of}", flush=True)
         began = time.monotonic()
         interrupted = False
+        there = list(bed.OPEN)
         try:
             parts[_of]()
         except (Exception, SystemExit) as error:  # noqa: BLE001: the other parts shall be measured all the same
             claim(f"{name} {_of} could be measured", False, f"{type(error).__name__}: {error}")
+            for left in [one for one in bed.OPEN if one not in there]:
+                left.close()
         except KeyboardInterrupt:
             claim(f"{name} {_of} could be measured", False, "interrupted")
             interrupted = True

@@ -15,7 +15,7 @@ PARTS = (
     ("launches", "Launch budgets"), ("collective", "A collective under a launch budget"), ("insight", "Leak finder"),
     ("profile", "Launch profile"), ("idle", "What leaves a GPU idle"), ("time", "GPU time"), ("tail", "A service beside a neighbour"),
     ("overhead", "What governed programs pay"), ("neighbours", "Bad neighbours"), ("control", "Control plane"),
-    ("telemetry", "What is told"),
+    ("telemetry", "What is told"), ("hami", "Beside HAMi-core"),
 )
 # What throw-away prototypes had measured on an H200 before the product existed, and the rows that repeat it.
 PROTOTYPES = (

@@ -4,15 +4,16 @@
 #
 # usage: run.sh                    everything: about an hour; QUICK=1: about 25 minutes
 #        run.sh PART [SUBPART...]  one part, without the report: memory paths lifecycle launches collective insight profile idle time tail
-#                                  overhead neighbours control telemetry
+#                                  overhead neighbours control telemetry hami
 #        run.sh report             tables and plots from the raw data that is there
 #
 # BIN: folder of gpuquotad and gpuquotactl (target/release)   OUT: folder for raw data (docs/benchmarks)   GPU: which one (0)
+# HAMI_CORE: a build of HAMi-core (libvgpu.so) to compare with   HAMI_CORE_VERSION: what to call it
 set -euo pipefail
 here=$(dirname "$(readlink -f "$0")")
 repo=$(readlink -f "$here/../..")
 export BIN=${BIN:-$repo/target/release} OUT=${OUT:-$repo/docs/benchmarks} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-parts=(memory paths lifecycle launches collective insight profile idle time tail overhead neighbours control telemetry)
+parts=(memory paths lifecycle launches collective insight profile idle time tail overhead neighbours control telemetry hami)
 
 script() { # the file of a part
     case $1 in
