@@ -11,7 +11,7 @@ import tempfile
 import time
 
 import record
-from bed import OPEN, Bed, Worker, beside, nvml_bytes, time_worker as start, together
+from bed import GPU, OPEN, Bed, Worker, beside, nvml_bytes, time_worker as start, together
 from record import at, claim, quick, sample, skip
 
 WORKER = pathlib.Path(__file__).with_name("time_worker.py")
@@ -161,6 +161,10 @@ class Run:
         self.set("a", f"time.weight={a}")
         self.set("b", f"time.weight={b}")
 
+    def state(self):
+        """GPU time as the daemon knows it."""
+        return json.loads(self.bed.ctl("dump-state").stdout)["time"]
+
     def told(self, tenant, what):
         return (self.bed.usage(tenant).get("time") or {}).get(what, 0)
 
@@ -261,14 +265,18 @@ class Run:
         length = quick(6, 10)
         for limit in (25, 50, 75):
             self.set("a", f"time.max={limit}%")
-            found = [count for (count,) in windows([a.tell(self.spin(length + 2))], length)]
+            a.order(self.spin(length + 2))
+            time.sleep(length)
+            board, idle = record.gpu_facts()[GPU]["utilization.gpu"], [place["tgid"] for place in self.state()["places"] if place["idle"]]
+            found = [count for (count,) in windows([a.answer()], length)]
             for w, count in enumerate(found):
                 sample(f"ceiling {limit} %", w, count)
             got = 100 * sum(found) / length / self.alone_rate
             worst = max(abs(100 * count / self.alone_rate - limit) for count in found[1:])
             told = self.told("a", "share_10s")
             claim(f"ceiling of {limit} % on an idle GPU: within 2 points", abs(got - limit) <= 2,
-                  f"{got:.1f} %; a second is off by {worst:.1f} at worst; the daemon tells {100 * told:.1f} %", key=f"ceiling/{limit}", got=got)
+                  f"{got:.1f} %; a second is off by {worst:.1f} at worst; the daemon tells {100 * told:.1f} %, NVML {board} of the board, "
+                  f"{len(idle)} of {len(self.workers)} processes idle", key=f"ceiling/{limit}", got=got)
         self.set("a", "time.max=")
 
     def latencies(self):
@@ -313,7 +321,7 @@ class Run:
             time.sleep(0.02)
         answer = a.answer()
         claim("frozen and thawed 20 times, the program saw no error", bool(answer["bins"]))
-        state = json.loads(self.bed.ctl("dump-state").stdout).get("time", {})
+        state = self.state()
         for what in ("freeze", "thaw"):
             took = state.get(what, {})
             claim(f"{what}: under 1 ms", (took.get("p50_us") or 1e9) < 1000,

@@ -56,7 +56,7 @@ def skip(what, why):
 
 def gpu_facts():
     """The GPUs and what they were doing: read, never set."""
-    query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,persistence_mode,mig.mode.current,clocks_event_reasons.active"
+    query = "name,driver_version,utilization.gpu,clocks.sm,clocks.max.sm,clocks.mem,power.limit,persistence_mode,mig.mode.current,clocks_event_reasons.active"
     lines = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
                            capture_output=True, text=True, check=False).stdout.splitlines()
     return [dict(zip(query.split(","), (field.strip() for field in line.split(",")))) for line in lines]

@@ -667,6 +667,7 @@ impl Engine {
                     "groups": helds.iter().map(|held| held.groups.len()).sum::<usize>(),
                     "channels": helds.iter().map(|held| held.channels().count()).sum::<usize>(),
                     "frozen": self.frozen.contains_key(place),
+                    "idle": self.gpus.get(&place.gpu).is_some_and(|gpu| gpu.is_idle(place.tgid)),
                     "uncontrolled": self.uncontrolled.get(place).map(|uncontrolled| &uncontrolled.why),
                 })
             })

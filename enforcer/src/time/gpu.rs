@@ -266,6 +266,11 @@ impl Gpu {
         self.idle.contains(&tgid) && self.find_idle(now)
     }
 
+    /// Whether a process has left the GPU alone.
+    pub fn is_idle(&self, tgid: u32) -> bool {
+        self.idle.contains(&tgid)
+    }
+
     /// Looks who lends its share from now on; whether that changed.
     fn find_idle(&mut self, now: Duration) -> bool {
         let time = |member: &Member| {
