@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -280,35 +281,43 @@ class Run:
         self.set("a", "time.max=")
 
     def latencies(self):
-        victim, neighbour = self.all("a", "b")
-        repeats = 5
-        for work, line in (("20 kernels of 25 us", f"burst 20 {self.short} 1.5"), ("graph", "graph 1.5")):
-            found = {"alone": [], "weights 95:5": [], "weights 95:5 in a short round": [], "weights 95:5 and a latency target": [],
-                     "exclusive": []}
-            victim.tell(line)  # makes what it needs
-            for _ in range(repeats):
-                found["alone"].append(latency(f"{work} alone", victim, line))
-                self.ask_for(policy("abcde"))
-                self.weigh(95, 5)
-                found["weights 95:5"].append(latency(f"{work}, weights 95:5", victim, line, neighbour, self.spin(3)))
-                with self.settings(SHORT_ROUND):
-                    self.weigh(95, 5)
-                    found["weights 95:5 in a short round"].append(
-                        latency(f"{work}, weights 95:5 in a short round", victim, line, neighbour, self.spin(3)))
-                self.ask_for(policy("cde", TARGET))
-                found["weights 95:5 and a latency target"].append(
-                    latency(f"{work}, latency target", victim, line, neighbour, self.spin(3)))
-                self.ask_for(policy("bcde", EXCLUSIVE))
-                found["exclusive"].append(latency(f"{work}, exclusive", victim, line, neighbour, self.spin(3)))
-            self.ask_for(policy("abcde"))
-            alone = record.median([p99 for _, p99 in found["alone"]])
-            for how, times in found.items():
-                p50, p99 = (record.median(column) for column in zip(*times))
-                spread = f"{min(p for _, p in times):.2f} to {max(p for _, p in times):.2f}"
-                measured = f"p50 {p50:.2f} ms, p99 {p99:.2f} ms ({spread} in {repeats} runs), p99 {p99 / alone:.2f} times alone"
-                most = {"weights 95:5": 2.2, "weights 95:5 in a short round": 2.2, "weights 95:5 and a latency target": 2.2, "exclusive": 1.1}.get(how)
-                claim(f"{work}, {how}" + (f": p99 within {most} times alone" if most else ""), most and bool(p99 <= most * alone),
-                      measured, key=f"latency/{work}/{how}", p50=p50, p99=p99, ratio=p99 / alone)
+        """A victim alone and beside a saturating neighbour: by what the driver and MPS do, and by each control."""
+        pair, free, repeats = self.all("a", "b"), [start(None, None) for _ in range(2)], 5
+        together(free, "context")
+        with Mps() as mps:
+            clients = [start(None, None, mps.share(part)) for part in (70, 30)] if mps else []
+            together(clients, "context")
+            for work, line in (("20 kernels of 25 us", f"burst 20 {self.short} 1.5"), ("graph", "graph 1.5")):
+                for victim in (pair[0], *free[:1], *clients[:1]):
+                    victim.tell(line)  # makes what it needs
+                # What holds, who takes part, how long the victim may take in times of alone.
+                systems = {
+                    "alone": (None, pair[:1], None), "default time slicing": (None, free, None), "MPS, 70 and 30 % of the threads": (None, clients, None),
+                    "weights 95:5": (policy("abcde"), pair, 2.2), "weights 95:5 in a short round": (policy("abcde"), pair, 2.2),
+                    "weights 95:5 and a latency target": (policy("cde", TARGET), pair, 2.2), "exclusive": (policy("bcde", EXCLUSIVE), pair, 1.1),
+                }
+                systems = {how: system for how, system in systems.items() if system[1]}
+                found = {how: [] for how in systems}
+                for _ in range(repeats):
+                    for how, (text, workers, _) in systems.items():
+                        if text:
+                            self.ask_for(text)
+                        with self.settings(SHORT_ROUND) if how.endswith("short round") else contextlib.nullcontext():
+                            if text == policy("abcde"):
+                                self.weigh(95, 5)
+                            victim, *neighbour = workers
+                            beside_whom = (neighbour[0], self.spin(3)) if neighbour else ()
+                            found[how].append(latency(f"{work}, {how}", victim, line, *beside_whom))
+                alone = record.median([p99 for _, p99 in found["alone"]])
+                for how, times in found.items():
+                    p50, p99 = (record.median(column) for column in zip(*times))
+                    spread, most = f"{min(p for _, p in times):.2f} to {max(p for _, p in times):.2f}", systems[how][2]
+                    claim(f"{work}, {how}" + (f": p99 within {most} times alone" if most else ""), bool(p99 <= most * alone) if most else None,
+                          f"p50 {p50:.2f} ms, p99 {p99:.2f} ms ({spread} in {repeats} runs), p99 {p99 / alone:.2f} times alone",
+                          key=f"latency/{work}/{how}", p50=p50, p99=p99, ratio=p99 / alone)
+            for worker in (*free, *clients):
+                worker.close()
+        self.ask_for(policy("abcde"))
 
     def freeze(self):
         (a,) = self.all("a")
@@ -328,6 +337,21 @@ class Run:
                   f"p50 {took.get('p50_us')} us, p99 {took.get('p99_us')} us, {took.get('count')} times", key=f"act/{what}")
         took = state.get("slice", {})
         claim("setting a slice", None, f"p50 {took.get('p50_us')} us, {took.get('count')} times", key="act/slice")
+        pid = a.tell("context")["pid"]
+        place = next(place for place in state["places"] if place["tgid"] == pid)
+        claim("a context", None, f"{place['groups']} channel groups, {place['channels']} channels", key="act/channels")
+        self.bed.ctl("freeze", "a")
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        while (left := self.bed.usage("a")["memory_used"]) and time.monotonic() < killed + 5:
+            time.sleep(0.01)
+        took = time.monotonic() - killed
+        self.bed.ctl("thaw", "a")
+        self.workers.pop("a").process.wait()
+        (a,) = self.all("a")
+        goes_on = bool(a.tell(self.spin(0.5))["bins"])
+        claim("a frozen process that is killed leaves nothing within a second, and the next one works", left == 0 and took < 1 and goes_on,
+              f"{1000 * took:.0f} ms, {left} bytes", key="act/killed")
 
     def rounds_(self):
         """Restarts the daemon with other rounds; the tenants do not notice."""
