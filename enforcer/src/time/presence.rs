@@ -25,7 +25,10 @@ const CPU_KNOWN: Duration = Duration::from_secs(1);
 pub struct Presence {
     /// When it was at work last, as far as is known.
     seen: Duration,
-    /// How much of the time since then nothing is known of.
+    /// How far its silence since then is from saying that it has left the GPU alone: from 1 on it says so.
+    doubt: f64,
+    /// Up to when that was reckoned, and how much of the time since then nothing is known of.
+    judged: Duration,
     unknown: Duration,
     /// When its CPUs were busy last.
     stirred: Duration,
@@ -40,6 +43,8 @@ impl Presence {
     pub fn new(now: Duration) -> Self {
         Self {
             seen: now,
+            doubt: 0.0,
+            judged: now,
             unknown: Duration::ZERO,
             stirred: now,
             cpu: None,
@@ -50,6 +55,8 @@ impl Presence {
     /// It was at work.
     pub fn seen(&mut self, now: Duration) {
         self.seen = self.seen.max(now);
+        self.doubt = 0.0;
+        self.judged = self.judged.max(now);
         self.unknown = Duration::ZERO;
         self.idle = false;
     }
@@ -85,11 +92,14 @@ impl Presence {
     }
 
     /// Whether it has left the GPU alone; it has until something is seen of it. `share` is the part of the GPU's time, 0 to 1, that
-    /// is its own while it works.
+    /// was its own while it worked, since this was asked last.
     pub fn is_idle(&mut self, share: f64, now: Duration) -> bool {
-        let silent = now.saturating_sub(self.seen);
-        self.idle |= silent.saturating_sub(self.unknown) >= telling(share)
-            || (silent >= QUIET && self.is_quiet(now));
+        let passed = now.saturating_sub(self.judged).as_secs_f64();
+        let known = passed - std::mem::take(&mut self.unknown).as_secs_f64();
+        self.judged = now;
+        self.doubt = (self.doubt + known / telling(share).as_secs_f64()).max(0.0);
+        let is_quiet = now >= self.seen + QUIET && self.is_quiet(now);
+        self.idle |= self.doubt >= 1.0 || is_quiet;
         self.idle
     }
 }
@@ -197,6 +207,15 @@ mod tests {
     }
 
     #[test]
+    fn silence_counts_by_the_share_that_there_was() {
+        let mut presence = Presence::new(secs(100));
+        assert!(!presence.is_idle(0.1, secs(106)));
+        // The others have ended: from now on it would be named often.
+        assert!(!presence.is_idle(1.0, secs(107)));
+        assert!(presence.is_idle(1.0, secs(109)));
+    }
+
+    #[test]
     fn what_nobody_has_looked_at_says_nothing() {
         let (mut now, mut used) = (secs(100), secs(7));
         let mut presence = Presence::new(now);
@@ -220,6 +239,13 @@ mod tests {
         presence.missed(secs(20));
         assert!(!presence.is_idle(1.0, secs(121)));
         assert!(presence.is_idle(1.0, secs(123)));
+        // What was taken for silence before it was known that nothing was told.
+        let mut presence = Presence::new(secs(100));
+        assert!(!presence.is_idle(1.0, secs(102)));
+        presence.missed(secs(3));
+        assert!(!presence.is_idle(1.0, secs(103)));
+        assert!(!presence.is_idle(1.0, secs(105)));
+        assert!(presence.is_idle(1.0, secs(107)));
         let (mut now, mut used) = (secs(100), secs(7));
         let mut presence = Presence::new(now);
         run(&mut presence, &mut now, secs(4), &mut used, Duration::ZERO);

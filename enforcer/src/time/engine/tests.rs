@@ -717,6 +717,38 @@ fn who_does_nothing_is_not_in_the_way_of_the_only_one_at_work() {
     assert!((6.0..=10.5).contains(&told), "{told}");
 }
 
+/// A tenant of little weight goes on alone, under a ceiling, after a neighbour that had nearly all of the time has ended.
+#[test]
+fn what_is_left_after_a_neighbour_is_told_of_however_soon_it_begins() {
+    for gap in [0, 300, 1000, 2000, 4000, 15_000] {
+        let (mut engine, mut model) = engine(&[rule(10), rule(90)], &[(10, 0), (11, 1)]);
+        let live_for = |engine: &mut Engine, model: &mut Model, ms| {
+            live(engine, model, ms * MS, Duration::ZERO, true);
+        };
+        model.one_at_a_time = true;
+        live_for(&mut engine, &mut model, 10_000);
+        model.one_at_a_time = false;
+        model.idle.extend([10, 11]);
+        live_for(&mut engine, &mut model, gap);
+        let capped = Rule {
+            max: Some(0.5),
+            ..rule(10)
+        };
+        engine.set_rules(rules(&[capped, rule(90)]));
+        model.idle.remove(&10);
+        model.mute = true;
+        live_for(&mut engine, &mut model, 4000);
+        let told = |engine: &Engine| {
+            let account = engine.gpu(0).and_then(|gpu| gpu.account(0));
+            account.map_or(0.0, |account| account.meter.total().as_secs_f64())
+        };
+        let before = told(&engine);
+        live_for(&mut engine, &mut model, 10_000);
+        let told = told(&engine) - before;
+        assert!((told - 5.0).abs() < 0.6, "{told} s of 5 after {gap} ms");
+    }
+}
+
 #[test]
 fn who_sleeps_until_its_kernels_are_done_is_the_one_at_work_if_nobody_else_is_there() {
     let (mut engine, mut model) = engine(&[rule(100)], &[(10, 0)]);
