@@ -475,7 +475,7 @@ impl Gpu {
         self.note_busy(context, busy, &tenants, since, u64::MAX);
         let lending = self.find_idle(now);
         // Silence does not say whether somebody waits.
-        (!told.is_silent() && self.target(context, now)) || lending
+        (!told.is_silent() && self.target(context)) || lending
     }
 
     /// How much of the time since the last answer, and before it if that was not counted yet, nothing is known of; microseconds.
@@ -677,7 +677,7 @@ impl Gpu {
     }
 
     /// Compares waits with latency targets; whether slices have to change.
-    fn target(&mut self, context: &Context<'_>, now: Duration) -> bool {
+    fn target(&mut self, context: &Context<'_>) -> bool {
         let residents = self.residents(context.rules, context.gpu);
         self.squeezes.retain(|tenant, _| {
             residents
@@ -689,11 +689,14 @@ impl Gpu {
             let Some(target) = rule.latency_target else {
                 continue;
             };
-            let active = self.tenant_active(*tenant, now);
+            let is_at_work = |member: &&Member| !self.idle.contains(&member.tgid);
+            let mut at_work = self.members.iter().filter(is_at_work);
+            let waits = at_work.any(|member| member.tenant == *tenant);
             let others = self
                 .members
                 .iter()
-                .filter(|member| member.tenant != *tenant && self.is_active(member.tgid, now))
+                .filter(|member| member.tenant != *tenant)
+                .filter(is_at_work)
                 .filter(|member| self.reasons(context.rules, member.tenant).is_empty())
                 .filter_map(|member| {
                     let slice = self.division.slices.get(&member.tgid)?;
@@ -702,7 +705,7 @@ impl Gpu {
             let wait = wait_for_turn(others, SWITCH);
             let squeeze = self.squeezes.entry(*tenant).or_default();
             let before = squeeze.step();
-            if active {
+            if waits {
                 squeeze.observe(wait, target);
             } else {
                 squeeze.release();

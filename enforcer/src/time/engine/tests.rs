@@ -672,6 +672,28 @@ fn a_latency_target_is_held_while_nothing_is_told_of_processes() {
 }
 
 #[test]
+fn a_latency_target_does_not_swing_when_a_process_is_named_seldom() {
+    for (urgent, batch) in [(50, 50), (10, 90)] {
+        let urgent = Rule {
+            priority: 200,
+            latency_target: Some(Duration::from_micros(1500)),
+            ..rule(urgent)
+        };
+        let (mut engine, mut model) = engine(&[urgent, rule(batch)], &[(10, 0), (11, 1)]);
+        model.one_at_a_time = true;
+        let mut slices = Vec::new();
+        for _ in 0..1000 {
+            live(&mut engine, &mut model, 1000 * MS, Duration::ZERO, true);
+            slices.push(model.slices[&11]);
+        }
+        // Releases are tried, each after twice the time, and taken back.
+        slices.dedup();
+        assert!(slices.len() <= 12, "{slices:?}");
+        assert!(slices.iter().all(|slice| *slice <= 2500), "{slices:?}");
+    }
+}
+
+#[test]
 fn what_the_board_does_is_the_use_of_the_only_process_that_nvml_tells_nothing_of() {
     let (mut engine, mut model) = engine(&[rule(100), rule(100)], &[(10, 0), (11, 1)]);
     let told = |engine: &Engine| -> f64 {
