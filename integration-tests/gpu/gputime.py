@@ -215,7 +215,8 @@ class Run:
                     self.weigh(*weights)
                     test = f"weights {weights[0]}:{weights[1]}"
                     runs.setdefault(test, []).append(compete(test, pair, [line] * 2, seconds, run=run))
-                    told[test] = show([100 * self.told(tenant, "share_10s") for tenant in "ab"])
+                    told[test] = (show([100 * self.told(tenant, "share_10s") for tenant in "ab"]),
+                                  show([100 * self.told(tenant, "pressure")["full"]["avg10"] for tenant in "ab"]))
             for worker in clients:
                 worker.close()
         for worker in free:
@@ -227,7 +228,7 @@ class Run:
             rates = judge(test, found, wanted, key=f"share/{key}")
             claim(f"{test}, sum / alone", None, f"{sum(rates) / self.alone_rate:.1%}", key=f"sum/{key}")
             if test in told:
-                claim(f"{test}, what the daemon tells of the last 10 s", None, told[test], key=f"told/{key}")
+                claim(f"{test}, what the daemon tells of the last 10 s", None, "shares {}, pressure {}".format(*told[test]), key=f"told/{key}")
 
     def loops(self):
         a, b = self.all("a", "b")

@@ -66,6 +66,8 @@ pub struct Account {
     pub meter: Meter,
     /// Time pressure.
     pub pressure: Pressure,
+    /// Its part of what is done here.
+    part: pressure::Part,
     /// Energy.
     pub energy: Spent,
     /// When it was frozen, microseconds since 1970; the last end is missing while it still is.
@@ -628,10 +630,11 @@ impl Gpu {
                 .sum();
             part(sum, length).min(1.0)
         };
-        let running: BTreeSet<u32> = busy
+        let running: BTreeSet<u32> = self
+            .members
             .iter()
-            .filter(|busy| busy.busy_us > 0)
-            .map(|busy| busy.tgid)
+            .map(|member| member.tgid)
+            .filter(|tgid| !self.idle.contains(tgid))
             .collect();
         let slices_of = |of: &dyn Fn(u32) -> bool| -> u64 {
             self.members
@@ -654,12 +657,13 @@ impl Gpu {
                 .filter(|member| inside(member.tenant))
                 .map(|member| member.tgid)
                 .collect();
-            let frozen = self
-                .accounts
-                .get(tenant)
-                .map_or(0.0, |account| account.frozen_part(from, to));
+            let account = self.accounts.entry(*tenant).or_default();
+            let span = Duration::from_micros(length);
+            let own = share(&|tgid| members.contains(&tgid));
+            account.part.add(span.mul_f64(all), span.mul_f64(own));
+            let frozen = account.frozen_part(from, to);
             let used = Use {
-                own: share(&|tgid| members.contains(&tgid)),
+                own: all * account.part.get(),
                 all,
                 entitled: part(slices_of(&inside), all_slices),
                 frozen,

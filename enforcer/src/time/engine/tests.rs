@@ -839,6 +839,27 @@ fn pressure_is_what_a_ceiling_takes() {
 }
 
 #[test]
+fn pressure_is_what_others_take_though_each_span_is_laid_at_one() {
+    for one_at_a_time in [false, true] {
+        let list = [rule(10), rule(30), rule(60)];
+        let processes = [(10, 0), (11, 1), (12, 2), (13, 2)];
+        let (mut engine, mut model) = engine(&list, &processes);
+        model.one_at_a_time = one_at_a_time;
+        live(&mut engine, &mut model, 300_000 * MS, Duration::ZERO, true);
+        for (tenant, full, some) in [(0, 0.9, 0.9), (1, 0.7, 0.7), (2, 0.4, 1.0)] {
+            let account = engine.gpu(0).and_then(|gpu| gpu.account(tenant));
+            let pressure = account.expect("an account").pressure;
+            let told = [pressure.full.avg60, pressure.some.avg60];
+            // By chance a tenant may look as if it did not want all that it has.
+            let low = if one_at_a_time { 0.25 } else { 0.05 };
+            let near = |told: f64, wanted: f64| (wanted - low..=wanted + 0.05).contains(&told);
+            assert!(near(told[0], full), "{tenant}: {told:?}");
+            assert!(near(told[1], some), "{tenant}: {told:?}");
+        }
+    }
+}
+
+#[test]
 fn energy_follows_gpu_time_and_adds_up_to_the_boards() {
     // 3 to 1, and a third process in no tenant.
     let (mut engine, mut model) = engine(&[rule(300), rule(100)], &[(10, 0), (11, 1)]);
