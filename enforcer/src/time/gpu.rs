@@ -261,11 +261,11 @@ impl Gpu {
     }
 
     /// A process has used so much CPU time so far. Whether slices have to be divided anew, since it is back.
-    pub fn ran(&mut self, tgid: u32, used: Duration, now: Duration) -> bool {
+    pub fn ran(&mut self, rules: &Rules, tgid: u32, used: Duration, now: Duration) -> bool {
         if let Some(presence) = self.presence.get_mut(&tgid) {
             presence.ran(used, now);
         }
-        self.idle.contains(&tgid) && self.find_idle(now)
+        self.idle.contains(&tgid) && self.find_idle(rules, now)
     }
 
     /// Whether a process has left the GPU alone.
@@ -274,7 +274,7 @@ impl Gpu {
     }
 
     /// Looks who lends its share from now on; whether that changed.
-    fn find_idle(&mut self, now: Duration) -> bool {
+    fn find_idle(&mut self, rules: &Rules, now: Duration) -> bool {
         let time = |member: &Member| {
             let slice = self.division.slices.get(&member.tgid).copied();
             slice.unwrap_or_default() * u64::from(member.contexts)
@@ -294,8 +294,13 @@ impl Gpu {
             } else {
                 working
             };
+            let limit = chain(rules, member.tenant)
+                .filter_map(|tenant| self.capped.get(&tenant))
+                .map(|capped| capped.ceiling.limit())
+                .fold(1.0, f64::min);
+            let share = limit * part(own, all);
             let presence = self.presence.get_mut(&member.tgid);
-            if presence.is_some_and(|presence| presence.is_idle(part(own, all), now)) {
+            if presence.is_some_and(|presence| presence.is_idle(share, now)) {
                 idle.insert(member.tgid);
             }
         }
@@ -475,7 +480,7 @@ impl Gpu {
             since = reading.at_us;
         }
         self.note_busy(context, busy, &tenants, since, u64::MAX);
-        let lending = self.find_idle(now);
+        let lending = self.find_idle(context.rules, now);
         // Silence does not say whether somebody waits.
         (!told.is_silent() && self.target(context)) || lending
     }

@@ -52,11 +52,14 @@ impl Presence {
         }
     }
 
-    /// It was at work.
-    pub fn seen(&mut self, now: Duration) {
-        self.seen = self.seen.max(now);
+    /// It was at work at a moment, which is no news if it was seen later.
+    pub fn seen(&mut self, at: Duration) {
+        if at <= self.seen {
+            return;
+        }
+        self.seen = at;
         self.doubt = 0.0;
-        self.judged = self.judged.max(now);
+        self.judged = self.judged.max(at);
         self.unknown = Duration::ZERO;
         self.idle = false;
     }
@@ -204,6 +207,10 @@ mod tests {
         assert!(presence.is_idle(0.05, secs(105)));
         presence.seen(secs(106));
         assert!(!presence.is_idle(1.0, secs(107)));
+        assert!(presence.is_idle(1.0, secs(110)));
+        // The same launch, told again.
+        presence.seen(secs(106));
+        assert!(presence.is_idle(1.0, secs(110)));
     }
 
     #[test]

@@ -609,6 +609,22 @@ fn who_is_named_seldom_is_not_taken_for_one_who_is_forgotten() {
 }
 
 #[test]
+fn who_is_named_seldom_since_it_is_frozen_in_between_is_not_taken_for_forgotten() {
+    let capped = Rule {
+        max: Some(0.1),
+        ..rule(100)
+    };
+    let processes = [(10, 0), (11, 0), (12, 1)];
+    let (mut engine, mut model) = engine(&[capped, rule(100)], &processes);
+    model.one_at_a_time = true;
+    for second in 0..300 {
+        live(&mut engine, &mut model, 1000 * MS, Duration::ZERO, true);
+        let slices = [model.slices[&10], model.slices[&11]];
+        assert_eq!(slices, [2500, 2500], "after {second} s");
+    }
+}
+
+#[test]
 fn who_comes_back_has_its_share_at_once() {
     let (mut engine, mut model) = five_tenants();
     model.idle.insert(11);
