@@ -2,7 +2,7 @@
 # Measures gpuquota on the NVIDIA GPU of this host, beside what the driver and MPS do by themselves, and writes the tables and
 # plots of docs/benchmarks.md from what it measured. README.md in this folder says more.
 #
-# usage: run.sh                    everything: about an hour; QUICK=1: about 25 minutes
+# usage: run.sh                    everything: about 80 minutes; QUICK=1: about 30
 #        run.sh PART [SUBPART...]  one part, without the report: memory paths lifecycle launches collective insight profile idle time tail
 #                                  overhead neighbours control telemetry hami
 #        run.sh report             tables and plots from the raw data that is there
