@@ -185,7 +185,7 @@ def plots():
              [name for name in tail if name.endswith(f"/{load}")], xlabel="ms from arrival to end", ylabel="% of requests")
 
     def line(axes, values):
-        axes.plot([x for x, _ in values], [100 * y for _, y in values], marker="o")
+        axes.plot([x for x, _ in values], [y for _, y in values], marker="o")
 
     draw("rounds.svg", "Work of two tenants together, by length of the round", "Throughput by round", line, time.get("sum by round"),
          xlabel="time.round, ms", ylabel="% of one tenant alone")
