@@ -255,7 +255,7 @@ impl Gpu {
             let until = self.active_until.entry(tgid).or_default();
             *until = (*until).max(now + linger);
             if let Some(presence) = self.presence.get_mut(&tgid) {
-                presence.seen(now);
+                presence.named(now);
             }
         }
     }

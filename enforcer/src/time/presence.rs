@@ -2,7 +2,7 @@
 //!
 //! Measured on an H200: NVML lays each span of some 200 ms at one process. So who has a small share is not mentioned for seconds
 //! while it works all the time, and silence proves little until it has lasted long enough for that share. A process that
-//! uses no CPU either does not launch anything, and is known sooner.
+//! uses much less of a CPU than while it worked does not launch anything, and is known sooner.
 
 use std::time::Duration;
 
@@ -10,13 +10,21 @@ use std::time::Duration;
 /// back, so that coming and going wins nobody much.
 const QUIET: Duration = Duration::from_secs(3);
 /// Silence that says enough of anybody.
-const LONGEST: Duration = Duration::from_secs(30);
+const LONGEST: Duration = Duration::from_mins(1);
 /// How long a span is of which NVML names one process.
 const SPAN: Duration = Duration::from_millis(200);
-/// How likely it may be that somebody is silent by chance.
-const BY_CHANCE: f64 = 0.001;
+/// How likely it may be that somebody is silent by chance: there is a chance every second or two, all day.
+const BY_CHANCE: f64 = 1e-5;
 /// From this part of one CPU on a process does something. A notebook that nobody uses stays far below.
 const CPU_BUSY: f64 = 0.02;
+/// One that sleeps until its kernels are done may use less all the time: then it does something from this part on of what it uses
+/// while it works,
+const OF_USUAL: f64 = 0.25;
+/// but not below this part of a CPU.
+const CPU_IDLE: f64 = 0.0002;
+/// Weight of the last look in what a process uses while it works, where that was less and where it was more: who can work with little
+/// is known soon.
+const LATEST: [f64; 2] = [0.5, 0.2];
 /// What is known of the use of CPUs is old after this.
 const CPU_KNOWN: Duration = Duration::from_secs(1);
 
@@ -34,6 +42,9 @@ pub struct Presence {
     stirred: Duration,
     /// When its use of CPUs was looked at last, and what it was.
     cpu: Option<(Duration, Duration)>,
+    /// The part of a CPU that it used between the last two looks, and that it uses while it works.
+    rate: Option<f64>,
+    usual: Option<f64>,
     /// It has left the GPU alone, and nothing has been seen of it since.
     idle: bool,
 }
@@ -48,6 +59,8 @@ impl Presence {
             unknown: Duration::ZERO,
             stirred: now,
             cpu: None,
+            rate: None,
+            usual: None,
             idle: false,
         }
     }
@@ -64,6 +77,16 @@ impl Presence {
         self.idle = false;
     }
 
+    /// It was named as one at work.
+    pub fn named(&mut self, at: Duration) {
+        if let Some(rate) = self.rate {
+            let usual = self.usual.unwrap_or(rate);
+            let latest = LATEST[usize::from(rate > usual)];
+            self.usual = Some(usual + latest * (rate - usual));
+        }
+        self.seen(at);
+    }
+
     /// It has used so much CPU time so far. Who begins to do something is taken to be back, once: who goes on without the GPU
     /// is not.
     pub fn ran(&mut self, used: Duration, now: Duration) {
@@ -74,7 +97,12 @@ impl Presence {
         };
         let span = now.saturating_sub(at);
         // Over a long time the mean says nothing of its end.
-        if span > CPU_KNOWN || used.saturating_sub(before) <= span.mul_f64(CPU_BUSY) {
+        self.rate = (span > Duration::ZERO && span <= CPU_KNOWN)
+            .then(|| used.saturating_sub(before).as_secs_f64() / span.as_secs_f64());
+        let busy_from = self.usual.map_or(CPU_BUSY, |usual| {
+            (OF_USUAL * usual).clamp(CPU_IDLE, CPU_BUSY)
+        });
+        if self.rate.is_none_or(|rate| rate <= busy_from) {
             return;
         }
         self.stirred = now;
@@ -143,18 +171,18 @@ mod tests {
     fn silence_has_to_last_the_longer_the_smaller_the_share() {
         for (share, least, most) in [
             (1.0, 3.0, 3.0),
-            (0.5, 3.0, 3.0),
-            (0.25, 4.5, 5.0),
-            (0.1, 13.0, 13.5),
-            (0.05, 26.0, 27.5),
-            (0.0, 30.0, 30.0),
+            (0.5, 3.0, 3.5),
+            (0.25, 7.5, 8.5),
+            (0.1, 21.0, 22.5),
+            (0.05, 44.0, 46.0),
+            (0.0, 60.0, 60.0),
         ] {
             let took = telling(share).as_secs_f64();
             assert!((least..=most).contains(&took), "{share}: {took}");
         }
         let mut presence = Presence::new(secs(100));
-        assert!(!presence.is_idle(0.1, secs(112)));
-        assert!(presence.is_idle(0.1, secs(114)));
+        assert!(!presence.is_idle(0.1, secs(120)));
+        assert!(presence.is_idle(0.1, secs(123)));
     }
 
     #[test]
@@ -185,12 +213,37 @@ mod tests {
     }
 
     #[test]
+    fn who_uses_little_cpu_while_it_works_is_idle_when_it_uses_less_than_that() {
+        let (mut now, mut used) = (secs(100), secs(7));
+        let mut presence = Presence::new(now);
+        // One kernel in a tenth of a second, and 100 us of a CPU for it; NVML names it every ten seconds.
+        let little = Duration::from_micros(100);
+        run(&mut presence, &mut now, secs(1), &mut used, little);
+        presence.named(now);
+        for _ in 0..20 {
+            run(&mut presence, &mut now, secs(10), &mut used, little);
+            assert!(!presence.is_idle(0.05, now));
+            presence.named(now);
+        }
+        run(
+            &mut presence,
+            &mut now,
+            secs(4),
+            &mut used,
+            Duration::from_micros(10),
+        );
+        assert!(presence.is_idle(0.05, now));
+        run(&mut presence, &mut now, TENTH, &mut used, little);
+        assert!(!presence.is_idle(0.05, now));
+    }
+
+    #[test]
     fn who_only_calculates_has_left_the_gpu_alone_for_all_that() {
         let (mut now, mut used) = (secs(100), secs(7));
         let mut presence = Presence::new(now);
-        run(&mut presence, &mut now, secs(26), &mut used, TENTH);
+        run(&mut presence, &mut now, secs(43), &mut used, TENTH);
         assert!(!presence.is_idle(0.05, now));
-        run(&mut presence, &mut now, secs(2), &mut used, TENTH);
+        run(&mut presence, &mut now, secs(4), &mut used, TENTH);
         assert!(presence.is_idle(0.05, now));
         run(&mut presence, &mut now, secs(60), &mut used, TENTH);
         assert!(presence.is_idle(0.05, now));

@@ -310,6 +310,42 @@ fn a_forgotten_process_lends_its_share_until_it_is_back() {
     println!("back after {took:?}");
 }
 
+/// An H200 names one process for each 200 ms. What rests on it, a look at who is idle and pressure, rests on more than that.
+#[test]
+fn where_one_process_is_named_a_span_nobody_at_work_is_taken_for_idle() {
+    let bed = Bed::new(&tenants(&[
+        ("a", "time.weight = 20"),
+        ("b", "time.weight = 80"),
+    ]));
+    bed.sim.control("nvml-names one").expect("as on an H200");
+    let (mut actors, pids) = actors(&bed, &["a", "a", "b"]);
+    for at in [0, 2] {
+        actors[at].order(&format!("{SATURATE} 40s"));
+    }
+    let first = |bed: &Bed| slices(bed, pids[0]);
+    wait_for(
+        "the share of a forgotten one",
+        Duration::from_secs(10),
+        || first(&bed) == [2000; 4],
+    );
+    let end = Instant::now() + Duration::from_secs(20);
+    while Instant::now() < end {
+        assert_eq!(
+            first(&bed),
+            [2000; 4],
+            "it works, though it is named seldom"
+        );
+        thread::sleep(Duration::from_millis(100));
+    }
+    // Of a third of a minute, what the other one has.
+    for (tenant, least, most) in [("a", 0.05, 0.35), ("b", 0.01, 0.15)] {
+        let time = bed.usage(tenant, 0).time.expect("time is controlled");
+        let full = time.pressure.full.avg60;
+        println!("{tenant}: {full}");
+        assert!((least..most).contains(&full), "{tenant}: {time:?}");
+    }
+}
+
 /// Whoever gave an order and asks at once what came of it is not told what was before.
 #[test]
 fn what_an_order_has_done_is_told_at_once() {

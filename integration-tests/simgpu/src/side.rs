@@ -13,6 +13,7 @@
 //! | `delay NR MS` | the driver's escape NR (`0x2b`, or `all`) takes MS milliseconds longer; 0 ends it |
 //! | `xid GPU CODE [PID]` | raises an Xid; with PID its channels stop for good |
 //! | `hide GPU PID SIZE` | a process has this much memory that none of its calls asked for, until it ends |
+//! | `nvml-names one` | NVML lays each 200 ms at one process, by chance in proportion to its use, as seen on an H200; `all` ends it |
 //! | `reset-peak` | the peak figures of `sim-state.json` start again at what is used now |
 
 /// File for launches and commands.

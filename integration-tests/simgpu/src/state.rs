@@ -17,6 +17,9 @@ pub struct State {
     pub unix_us: u64,
     /// The cards.
     pub gpus: Vec<GpuState>,
+    /// NVML lays each of its spans at one process.
+    #[serde(default)]
+    pub names_one: bool,
     /// The RM clients.
     pub clients: Vec<ClientState>,
     /// Open device files.

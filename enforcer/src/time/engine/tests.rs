@@ -44,7 +44,7 @@ struct Model {
     /// CPU time that processes have used, those that work or only calculate.
     cpu: BTreeMap<u32, Duration>,
     calculating: HashSet<u32>,
-    /// Who works without using a CPU, since it sleeps until its kernels are done.
+    /// Who uses little of a CPU while it works, since it sleeps until its kernels are done.
     sleeping: HashSet<u32>,
 }
 
@@ -108,10 +108,16 @@ impl Model {
             *self.busy.entry(tgid).or_default() += span * part / 1_000_000;
         }
         for tgid in self.slices.keys() {
-            let waits = self.sleeping.contains(tgid) || self.idle.contains(tgid);
-            if !waits || self.calculating.contains(tgid) {
-                *self.cpu.entry(*tgid).or_default() += span;
-            }
+            let used = if self.calculating.contains(tgid) {
+                span
+            } else if self.idle.contains(tgid) {
+                Duration::ZERO
+            } else if self.sleeping.contains(tgid) {
+                span / 1000
+            } else {
+                span
+            };
+            *self.cpu.entry(*tgid).or_default() += used;
         }
         self.now += span;
     }
@@ -598,6 +604,15 @@ fn who_is_named_seldom_is_not_taken_for_one_who_is_forgotten() {
             [1000, 1000],
             "after {second} s"
         );
+    }
+    // Nor is one that sleeps until its kernels are done.
+    model.sleeping.insert(10);
+    for second in 0..300 {
+        live(&mut engine, &mut model, 1000 * MS, Duration::ZERO, true);
+        // What it uses while it works has to be learned.
+        if second > 60 {
+            assert_eq!(model.slices[&11], 1000, "after {second} s");
+        }
     }
     // A forgotten one beside it lends all that it has, for as long as it is away.
     model.idle.insert(11);

@@ -488,6 +488,10 @@ fn command(shared: &mut Shared, line: &str) -> Result<(), String> {
             shared.raise_xid(gpu(index)?, number(code)?, pid);
             Ok(())
         }
+        ["nvml-names", how @ ("one" | "all")] => {
+            shared.sim.name_one(how == "one");
+            Ok(())
+        }
         ["reset-peak"] => {
             shared.sim.memory_mut().reset_peaks();
             Ok(())

@@ -215,6 +215,7 @@ pub struct Sim {
     xids: Vec<Vec<state::XidState>>,
     failures: Vec<(RmStatus, u64)>,
     calls: BTreeMap<(Node, u32), u64>,
+    names_one: bool,
 }
 
 impl Sim {
@@ -234,6 +235,7 @@ impl Sim {
             xids: vec![Vec::new(); config.gpus.len()],
             failures: Vec::new(),
             calls: BTreeMap::new(),
+            names_one: false,
             config,
         }
     }
@@ -317,6 +319,11 @@ impl Sim {
     /// The next `count` memory allocations fail with `status`.
     pub fn fail_allocations(&mut self, status: u32, count: u64) {
         self.failures.push((status, count));
+    }
+
+    /// Whether NVML lays each of its spans at one process.
+    pub fn name_one(&mut self, names_one: bool) {
+        self.names_one = names_one;
     }
 
     /// Raises an Xid on a card, and tells when that was; with a process, its channels stop for good.
@@ -647,6 +654,7 @@ impl Sim {
             gpus: (0..self.config.gpus.len())
                 .map(|gpu| self.gpu_state(gpu))
                 .collect(),
+            names_one: self.names_one,
             clients: self
                 .clients
                 .iter()
