@@ -47,6 +47,8 @@ pub struct Presence {
     usual: Option<f64>,
     /// It has left the GPU alone, and nothing has been seen of it since.
     idle: bool,
+    /// How long it has to be quiet for that.
+    patience: Duration,
 }
 
 impl Presence {
@@ -62,14 +64,12 @@ impl Presence {
             rate: None,
             usual: None,
             idle: false,
+            patience: QUIET,
         }
     }
 
-    /// It was at work at a moment, which is no news if it was seen later.
-    pub fn seen(&mut self, at: Duration) {
-        if at <= self.seen {
-            return;
-        }
+    /// It was at work, as far as anything tells that.
+    fn seen(&mut self, at: Duration) {
         self.seen = at;
         self.doubt = 0.0;
         self.judged = self.judged.max(at);
@@ -77,8 +77,15 @@ impl Presence {
         self.idle = false;
     }
 
-    /// It was named as one at work.
+    /// It was named as one at work at a moment, which is no news if it was seen later.
     pub fn named(&mut self, at: Duration) {
+        if at <= self.seen {
+            return;
+        }
+        // It works without a CPU, so that being quiet says the less of it the more often that was wrong.
+        if self.idle {
+            self.patience = (self.patience * 2).min(LONGEST);
+        }
         if let Some(rate) = self.rate {
             let usual = self.usual.unwrap_or(rate);
             let latest = LATEST[usize::from(rate > usual)];
@@ -129,7 +136,7 @@ impl Presence {
         let known = passed - std::mem::take(&mut self.unknown).as_secs_f64();
         self.judged = now;
         self.doubt = (self.doubt + known / telling(share).as_secs_f64()).max(0.0);
-        let is_quiet = now >= self.seen + QUIET && self.is_quiet(now);
+        let is_quiet = now >= self.seen + self.patience && self.is_quiet(now);
         self.idle |= self.doubt >= 1.0 || is_quiet;
         self.idle
     }
@@ -233,8 +240,39 @@ mod tests {
             Duration::from_micros(10),
         );
         assert!(presence.is_idle(0.05, now));
+        // Its last launch, told of again and again, teaches nothing.
+        for _ in 0..100 {
+            presence.named(secs(110));
+        }
         run(&mut presence, &mut now, TENTH, &mut used, little);
         assert!(!presence.is_idle(0.05, now));
+        run(
+            &mut presence,
+            &mut now,
+            secs(4),
+            &mut used,
+            Duration::from_micros(10),
+        );
+        assert!(presence.is_idle(0.05, now));
+    }
+
+    #[test]
+    fn who_works_without_a_cpu_is_taken_for_idle_ever_later() {
+        let (mut now, mut used) = (secs(100), secs(7));
+        let mut presence = Presence::new(now);
+        for patience in [3, 6, 12, 24] {
+            run(
+                &mut presence,
+                &mut now,
+                secs(patience - 1),
+                &mut used,
+                Duration::ZERO,
+            );
+            assert!(!presence.is_idle(0.01, now), "within {patience} s");
+            run(&mut presence, &mut now, secs(2), &mut used, Duration::ZERO);
+            assert!(presence.is_idle(0.01, now), "after {patience} s");
+            presence.named(now);
+        }
     }
 
     #[test]
@@ -248,7 +286,7 @@ mod tests {
         run(&mut presence, &mut now, secs(60), &mut used, TENTH);
         assert!(presence.is_idle(0.05, now));
         // NVML names it.
-        presence.seen(now);
+        presence.named(now + TENTH);
         assert!(!presence.is_idle(0.05, now));
     }
 
@@ -258,11 +296,11 @@ mod tests {
         assert!(presence.is_idle(1.0, secs(104)));
         // Others have begun to work, so its share would be smaller.
         assert!(presence.is_idle(0.05, secs(105)));
-        presence.seen(secs(106));
+        presence.named(secs(106));
         assert!(!presence.is_idle(1.0, secs(107)));
         assert!(presence.is_idle(1.0, secs(110)));
         // The same launch, told again.
-        presence.seen(secs(106));
+        presence.named(secs(106));
         assert!(presence.is_idle(1.0, secs(110)));
     }
 
