@@ -255,7 +255,7 @@ impl Engine {
     /// A process on a GPU has used so much CPU time so far.
     pub fn ran(&mut self, gpu: u32, tgid: u32, used: Duration, now: Duration) {
         if let Some(state) = self.gpus.get_mut(&gpu) {
-            self.slices_changed |= state.ran(&self.rules, tgid, used, now);
+            self.slices_changed |= state.ran(tgid, used, now);
         }
     }
 

@@ -261,11 +261,9 @@ impl Gpu {
     }
 
     /// A process has used so much CPU time so far. Whether slices have to be divided anew, since it is back.
-    pub fn ran(&mut self, rules: &Rules, tgid: u32, used: Duration, now: Duration) -> bool {
-        if let Some(presence) = self.presence.get_mut(&tgid) {
-            presence.ran(used, now);
-        }
-        self.idle.contains(&tgid) && self.find_idle(rules, now)
+    pub fn ran(&mut self, tgid: u32, used: Duration, now: Duration) -> bool {
+        let presence = self.presence.get_mut(&tgid);
+        presence.is_some_and(|presence| presence.ran(used, now)) && self.idle.remove(&tgid)
     }
 
     /// Whether a process has left the GPU alone.

@@ -94,13 +94,13 @@ impl Presence {
         self.seen(at);
     }
 
-    /// It has used so much CPU time so far. Who begins to do something is taken to be back, once: who goes on without the GPU
+    /// It has used so much CPU time so far. Who begins to do something is taken to be back (true), once: who goes on without the GPU
     /// is not.
-    pub fn ran(&mut self, used: Duration, now: Duration) {
+    pub fn ran(&mut self, used: Duration, now: Duration) -> bool {
         let quiet = self.is_quiet(now);
         let Some((at, before)) = self.cpu.replace((now, used)) else {
             self.stirred = now;
-            return;
+            return false;
         };
         let span = now.saturating_sub(at);
         // Over a long time the mean says nothing of its end.
@@ -110,12 +110,13 @@ impl Presence {
             (OF_USUAL * usual).clamp(CPU_IDLE, CPU_BUSY)
         });
         if self.rate.is_none_or(|rate| rate <= busy_from) {
-            return;
+            return false;
         }
         self.stirred = now;
         if quiet {
             self.seen(now);
         }
+        quiet
     }
 
     /// Nothing is known of who was at work for so long.
@@ -154,19 +155,34 @@ mod tests {
 
     const TENTH: Duration = Duration::from_millis(100);
 
-    /// So much CPU time in every tenth of a second of such a span.
-    fn run(
-        presence: &mut Presence,
-        now: &mut Duration,
-        span: Duration,
-        used: &mut Duration,
-        each: Duration,
-    ) {
-        let end = *now + span;
-        while *now < end {
-            *now += TENTH;
-            *used += each;
-            presence.ran(*used, *now);
+    /// A process, the time, and the CPU time that it has used so far.
+    struct Watched {
+        presence: Presence,
+        now: Duration,
+        used: Duration,
+    }
+
+    impl Watched {
+        fn new() -> Self {
+            Self {
+                presence: Presence::new(secs(100)),
+                now: secs(100),
+                used: secs(7),
+            }
+        }
+
+        /// So much CPU time in every tenth of a second of such a span.
+        fn run(&mut self, span: Duration, each: Duration) {
+            let end = self.now + span;
+            while self.now < end {
+                self.now += TENTH;
+                self.used += each;
+                self.presence.ran(self.used, self.now);
+            }
+        }
+
+        fn is_idle(&mut self, share: f64) -> bool {
+            self.presence.is_idle(share, self.now)
         }
     }
 
@@ -194,100 +210,71 @@ mod tests {
 
     #[test]
     fn who_uses_no_cpu_is_known_to_be_idle_sooner() {
-        let (mut now, mut used) = (secs(100), secs(7));
-        let mut presence = Presence::new(now);
-        run(&mut presence, &mut now, secs(4), &mut used, Duration::ZERO);
-        assert!(presence.is_idle(0.05, now));
+        let mut one = Watched::new();
+        one.run(secs(4), Duration::ZERO);
+        assert!(one.is_idle(0.05));
         // A tick of a notebook's own is nothing.
-        run(
-            &mut presence,
-            &mut now,
-            TENTH,
-            &mut used,
-            Duration::from_micros(500),
-        );
-        assert!(presence.is_idle(0.05, now));
+        one.run(TENTH, Duration::from_micros(500));
+        assert!(one.is_idle(0.05));
     }
 
     #[test]
     fn who_begins_to_do_something_is_back_at_once() {
-        let (mut now, mut used) = (secs(100), secs(7));
-        let mut presence = Presence::new(now);
-        run(&mut presence, &mut now, secs(60), &mut used, Duration::ZERO);
-        assert!(presence.is_idle(0.05, now));
-        run(&mut presence, &mut now, TENTH, &mut used, TENTH);
-        assert!(!presence.is_idle(0.05, now));
+        let mut one = Watched::new();
+        one.run(secs(60), Duration::ZERO);
+        assert!(one.is_idle(0.05));
+        one.run(TENTH, TENTH);
+        assert!(!one.is_idle(0.05));
     }
 
     #[test]
     fn who_uses_little_cpu_while_it_works_is_idle_when_it_uses_less_than_that() {
-        let (mut now, mut used) = (secs(100), secs(7));
-        let mut presence = Presence::new(now);
+        let mut one = Watched::new();
         // One kernel in a tenth of a second, and 100 us of a CPU for it; NVML names it every ten seconds.
         let little = Duration::from_micros(100);
-        run(&mut presence, &mut now, secs(1), &mut used, little);
-        presence.named(now);
+        one.run(secs(1), little);
+        one.presence.named(one.now);
         for _ in 0..20 {
-            run(&mut presence, &mut now, secs(10), &mut used, little);
-            assert!(!presence.is_idle(0.05, now));
-            presence.named(now);
+            one.run(secs(10), little);
+            assert!(!one.is_idle(0.05));
+            one.presence.named(one.now);
         }
-        run(
-            &mut presence,
-            &mut now,
-            secs(4),
-            &mut used,
-            Duration::from_micros(10),
-        );
-        assert!(presence.is_idle(0.05, now));
+        one.run(secs(4), Duration::from_micros(10));
+        assert!(one.is_idle(0.05));
         // Its last launch, told of again and again, teaches nothing.
         for _ in 0..100 {
-            presence.named(secs(110));
+            one.presence.named(secs(110));
         }
-        run(&mut presence, &mut now, TENTH, &mut used, little);
-        assert!(!presence.is_idle(0.05, now));
-        run(
-            &mut presence,
-            &mut now,
-            secs(4),
-            &mut used,
-            Duration::from_micros(10),
-        );
-        assert!(presence.is_idle(0.05, now));
+        one.run(TENTH, little);
+        assert!(!one.is_idle(0.05));
+        one.run(secs(4), Duration::from_micros(10));
+        assert!(one.is_idle(0.05));
     }
 
     #[test]
     fn who_works_without_a_cpu_is_taken_for_idle_ever_later() {
-        let (mut now, mut used) = (secs(100), secs(7));
-        let mut presence = Presence::new(now);
+        let mut one = Watched::new();
         for patience in [3, 6, 12, 24] {
-            run(
-                &mut presence,
-                &mut now,
-                secs(patience - 1),
-                &mut used,
-                Duration::ZERO,
-            );
-            assert!(!presence.is_idle(0.01, now), "within {patience} s");
-            run(&mut presence, &mut now, secs(2), &mut used, Duration::ZERO);
-            assert!(presence.is_idle(0.01, now), "after {patience} s");
-            presence.named(now);
+            one.run(secs(patience - 1), Duration::ZERO);
+            assert!(!one.is_idle(0.01), "within {patience} s");
+            one.run(secs(2), Duration::ZERO);
+            assert!(one.is_idle(0.01), "after {patience} s");
+            one.presence.named(one.now);
         }
     }
 
     #[test]
     fn who_only_calculates_has_left_the_gpu_alone_for_all_that() {
-        let (mut now, mut used) = (secs(100), secs(7));
-        let mut presence = Presence::new(now);
-        run(&mut presence, &mut now, secs(43), &mut used, TENTH);
-        assert!(!presence.is_idle(0.05, now));
-        run(&mut presence, &mut now, secs(4), &mut used, TENTH);
-        assert!(presence.is_idle(0.05, now));
-        run(&mut presence, &mut now, secs(60), &mut used, TENTH);
-        assert!(presence.is_idle(0.05, now));
+        let mut one = Watched::new();
+        one.run(secs(43), TENTH);
+        assert!(!one.is_idle(0.05));
+        one.run(secs(4), TENTH);
+        assert!(one.is_idle(0.05));
+        one.run(secs(60), TENTH);
+        assert!(one.is_idle(0.05));
         // NVML names it.
-        presence.named(now + TENTH);
-        assert!(!presence.is_idle(0.05, now));
+        one.presence.named(one.now + TENTH);
+        assert!(!one.is_idle(0.05));
     }
 
     #[test]
@@ -315,20 +302,16 @@ mod tests {
 
     #[test]
     fn what_nobody_has_looked_at_says_nothing() {
-        let (mut now, mut used) = (secs(100), secs(7));
-        let mut presence = Presence::new(now);
-        run(&mut presence, &mut now, secs(2), &mut used, Duration::ZERO);
-        now += secs(5);
-        assert!(
-            !presence.is_idle(0.1, now),
-            "its CPUs were looked at too long ago"
-        );
+        let mut one = Watched::new();
+        one.run(secs(2), Duration::ZERO);
+        one.now += secs(5);
+        assert!(!one.is_idle(0.1), "its CPUs were looked at too long ago");
         // What it used in the meantime may have been at any moment; the next look tells.
-        used += secs(1);
-        presence.ran(used, now);
-        assert!(presence.is_idle(0.1, now));
-        run(&mut presence, &mut now, TENTH, &mut used, TENTH);
-        assert!(!presence.is_idle(0.1, now));
+        one.used += secs(1);
+        one.presence.ran(one.used, one.now);
+        assert!(one.is_idle(0.1));
+        one.run(TENTH, TENTH);
+        assert!(!one.is_idle(0.1));
     }
 
     #[test]
@@ -344,10 +327,9 @@ mod tests {
         assert!(!presence.is_idle(1.0, secs(103)));
         assert!(!presence.is_idle(1.0, secs(105)));
         assert!(presence.is_idle(1.0, secs(107)));
-        let (mut now, mut used) = (secs(100), secs(7));
-        let mut presence = Presence::new(now);
-        run(&mut presence, &mut now, secs(4), &mut used, Duration::ZERO);
-        presence.missed(secs(4));
-        assert!(presence.is_idle(1.0, now));
+        let mut one = Watched::new();
+        one.run(secs(4), Duration::ZERO);
+        one.presence.missed(secs(4));
+        assert!(one.is_idle(1.0));
     }
 }

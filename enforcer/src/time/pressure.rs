@@ -28,10 +28,10 @@ pub struct Part {
 impl Part {
     /// Adds a span in which the GPU was busy for so long, and for so much of it with the tenant's work.
     pub fn add(&mut self, busy: Duration, own: Duration) {
-        let old = (-busy.as_secs_f64() / PART_OVER.as_secs_f64()).exp();
         if busy.is_zero() {
             return;
         }
+        let old = (-busy.as_secs_f64() / PART_OVER.as_secs_f64()).exp();
         let part = own.as_secs_f64() / busy.as_secs_f64();
         self.sum = self.sum * old + part.min(1.0) * (1.0 - old);
         self.weight = self.weight * old + (1.0 - old);

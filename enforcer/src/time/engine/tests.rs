@@ -292,6 +292,12 @@ fn live(engine: &mut Engine, model: &mut Model, span: Duration, late: Duration, 
     }
 }
 
+/// Seconds of GPU time that are told of the first tenant.
+fn told(engine: &Engine) -> f64 {
+    let account = engine.gpu(0).and_then(|gpu| gpu.account(0));
+    account.map_or(0.0, |account| account.meter.total().as_secs_f64())
+}
+
 /// A board that draws 70 W, and 400 W more while it works.
 fn energy_mj(model: &Model) -> u64 {
     let busy: Duration = model.busy.values().sum();
@@ -727,10 +733,6 @@ fn a_latency_target_does_not_swing_when_a_process_is_named_seldom() {
 #[test]
 fn what_the_board_does_is_the_use_of_the_only_process_that_nvml_tells_nothing_of() {
     let (mut engine, mut model) = engine(&[rule(100), rule(100)], &[(10, 0), (11, 1)]);
-    let told = |engine: &Engine| -> f64 {
-        let account = engine.gpu(0).and_then(|gpu| gpu.account(0));
-        account.map_or(0.0, |account| account.meter.total().as_secs_f64())
-    };
     // The other one is idle, and known to be.
     model.idle.insert(11);
     let span = Duration::from_secs(5);
@@ -764,8 +766,7 @@ fn who_does_nothing_is_not_in_the_way_of_the_only_one_at_work() {
     model.idle.insert(11);
     let span = Duration::from_secs(20);
     live(&mut engine, &mut model, span, Duration::ZERO, true);
-    let account = engine.gpu(0).and_then(|gpu| gpu.account(0));
-    let told = account.map_or(0.0, |account| account.meter.total().as_secs_f64());
+    let told = told(&engine);
     // The board of the model tells 50 %; the first seconds go by until the other one is known to be idle.
     assert!((6.0..=10.5).contains(&told), "{told}");
 }
@@ -791,10 +792,6 @@ fn what_is_left_after_a_neighbour_is_told_of_however_soon_it_begins() {
         model.idle.remove(&10);
         model.mute = true;
         live_for(&mut engine, &mut model, 4000);
-        let told = |engine: &Engine| {
-            let account = engine.gpu(0).and_then(|gpu| gpu.account(0));
-            account.map_or(0.0, |account| account.meter.total().as_secs_f64())
-        };
         let before = told(&engine);
         live_for(&mut engine, &mut model, 10_000);
         let told = told(&engine) - before;
@@ -812,8 +809,7 @@ fn who_sleeps_until_its_kernels_are_done_is_the_one_at_work_if_nobody_else_is_th
     model.sleeping.insert(10);
     model.mute = true;
     live(&mut engine, &mut model, span, Duration::ZERO, true);
-    let account = engine.gpu(0).and_then(|gpu| gpu.account(0));
-    let told = account.map_or(0.0, |account| account.meter.total().as_secs_f64());
+    let told = told(&engine);
     assert!((9.0..=10.5).contains(&told), "{told}");
 }
 
